@@ -1,0 +1,1 @@
+"""The library behind ``moepad``: padded batches, engines under test, the oracle and the judge."""
