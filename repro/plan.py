@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from repro.errors import PlanError
+
 DpPadding = Literal["max-len", "sum-len"]
-
-
-class PlanError(ValueError):
-    """A plan that cannot be made. ``field`` is the parameter at fault, spelled as in ``plan_padding``."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
-        self.field = field
-        self.problem = problem
 
 
 def align_up(length: int, multiple: int) -> int:
@@ -189,7 +182,9 @@ def plan_padding(
         eager = max_padding_factor is not None and bucket > max_padding_factor * length
         rows = length if eager else bucket
         shards = tuple(
-            _shard(dp_rank, attn_tp_rank, num_tokens, length, rows, attn_tp_size, sharded=sharded, uneven=uneven)
+            _shard(
+                dp_rank, attn_tp_rank, num_tokens, length, rows, attn_tp_size, sharded=sharded, uneven=uneven
+            )
             for attn_tp_rank in range(attn_tp_size)
         )
         ranks.append(DpRankPlan(dp_rank, num_tokens, length, rows, eager, shards))

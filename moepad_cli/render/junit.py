@@ -1,0 +1,102 @@
+"""JUnit XML: a test case for each fault and DP rank, one for the verdict, one for each thing not checked.
+
+A finding of severity ``error`` fails its case, unless the verdict is that all is as it should be (``repro``
+expects findings before the fix) or the comparison counts it as fixed. Other findings are the case's output.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from moepad_cli.render.text import finding_line
+from repro.findings import Finding
+from repro.report import Report
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+
+def render(report: Report) -> str:
+    from xml.etree import ElementTree
+
+    suite = ElementTree.Element("testsuite", name=_legal(f"moepad {report.command}"))
+    for (fault, dp_rank), findings in _cases(report).items():
+        classname = ".".join(part for part in ("moepad", report.command, fault) if part)
+        case = _add(
+            suite, "testcase", classname=classname, name="all ranks" if dp_rank is None else f"DP {dp_rank}"
+        )
+        failing = [finding for finding in findings if _fails(report, finding)]
+        if failing:
+            first = failing[0]
+            failure = _add(
+                case, "failure", type=first.code, message=f"{first.code} {first.name}: {first.message}"
+            )
+            failure.text = _lines(failing)
+        if rest := [finding for finding in findings if finding not in failing]:
+            _add(case, "system-out").text = _lines(rest)
+    _add_verdict(suite, report)
+    for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
+    suite.set("tests", str(len(suite.findall("testcase"))))
+    suites = ElementTree.Element("testsuites")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return f"<?xml version='1.0' encoding='UTF-8'?>\n{ElementTree.tostring(suites, encoding='unicode')}\n"
+
+
+def _cases(report: Report) -> dict[tuple[str, int | None], list[Finding]]:
+    cases: dict[tuple[str, int | None], list[Finding]] = {}
+    for rows in report.tables.values():
+        for row in rows:
+            if isinstance(dp_rank := row.get("dp_rank"), int):
+                cases.setdefault((str(row.get("fault", "")), dp_rank), [])
+    for finding in report.findings:
+        cases.setdefault((finding.fault, finding.dp_rank), []).append(finding)
+    return cases
+
+
+def _fails(report: Report, finding: Finding) -> bool:
+    if finding.severity != "error" or report.verdict.status == "ok":
+        return False
+    return not any(
+        row["change"] == "fixed"
+        and all(
+            row[name] == getattr(finding, name)
+            for name in ("code", "engine", "fault", "dp_rank", "attn_tp_rank", "rows")
+        )
+        for row in report.tables.get("finding_changes", ())
+    )
+
+
+def _add_verdict(suite: Element, report: Report) -> None:
+    classname = f"moepad.{report.command}"
+    case = _add(suite, "testcase", classname=classname, name="verdict")
+    text = "\n".join(report.verdict.lines)
+    if report.verdict.status == "findings":
+        _add(case, "failure", type="verdict", message="findings").text = _legal(text)
+    elif report.verdict.status == "not-verified":
+        _add(case, "error", type="verdict", message="not verified").text = _legal(text)
+    elif text:
+        _add(case, "system-out").text = _legal(text)
+    for number, reason in enumerate(report.verdict.not_checked, 1):
+        _add(
+            _add(suite, "testcase", classname=classname, name=f"not checked {number}"),
+            "skipped",
+            message=reason,
+        )
+
+
+def _add(parent: Element, tag: str, **attributes: str) -> Element:
+    from xml.etree import ElementTree
+
+    return ElementTree.SubElement(parent, tag, {name: _legal(value) for name, value in attributes.items()})
+
+
+def _lines(findings: list[Finding]) -> str:
+    return _legal("\n".join(finding_line(finding) for finding in findings))
+
+
+def _legal(text: str) -> str:
+    """``text`` without the characters that XML 1.0 cannot hold."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "", text)

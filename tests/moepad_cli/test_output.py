@@ -1,0 +1,194 @@
+"""Files are written whole or not at all, and standard output only when all of them could be."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moepad_cli import output
+from moepad_cli.errors import UsageError
+from moepad_cli.output import OutputOptions
+from repro.report import Report, Verdict
+
+REPORT = Report(
+    command="shard-bounds",
+    scenario={},
+    environment={"device": "cpu"},
+    findings=(),
+    tables={"masked_rows": []},
+    main_table="masked_rows",
+    verdict=Verdict("ok", 0, ("all well",)),
+)
+TEXT = "verdict: ok\n  all well\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert not list(tmp_path.rglob(".moepad-*"))
+
+
+def test_without_files_the_result_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit(REPORT, OutputOptions())
+    assert capsys.readouterr() == (TEXT, "")
+
+
+def test_output_takes_the_result_and_leaves_standard_output_empty(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.emit(REPORT, OutputOptions(output=str(folder / "result.txt")))
+    assert (folder / "result.txt").read_text() == TEXT
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_file_is_written_beside_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = OutputOptions(
+        format="csv",
+        junit_xml=str(folder / "a.xml"),
+        html=str(folder / "a.html"),
+        save=str(folder / "run.json"),
+    )
+    output.check(options)
+    assert list(folder.iterdir()) == []
+    output.emit(REPORT, options, saved=lambda: "{}\n")
+    assert capsys.readouterr().out == "fault,engine,dp_rank,attn_tp_rank,kind,rows\n"
+    assert {path.name: path.read_text()[:9] for path in folder.iterdir()} == {
+        "a.xml": "<?xml ver",
+        "a.html": "<!DOCTYPE",
+        "run.json": "{}\n",
+    }
+
+
+def test_one_unwritable_file_leaves_all_others_as_they_were(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "old.xml").write_text("old")
+    missing = str(folder / "no such folder" / "page.html")
+    with pytest.raises(UsageError) as raised:
+        output.emit(REPORT, OutputOptions(junit_xml=str(folder / "old.xml"), html=missing))
+    assert raised.value.message == f"--html: cannot write '{missing}': No such file or directory"
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("old.xml", "old")]
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interrupt_while_writing_leaves_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(text: str) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "_encoded", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        output.emit(REPORT, OutputOptions(output=str(folder / "result.txt")))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (OutputOptions(output=""), "--output: '' is not a file name"),
+        (OutputOptions(output="{folder}"), "--output: cannot write '{folder}': it is a directory"),
+        (OutputOptions(html="{folder}/new/"), "--html: cannot write '{folder}/new/': it is a directory"),
+        (
+            OutputOptions(save="{folder}/a/b"),
+            "--save: cannot write '{folder}/a/b': No such file or directory",
+        ),
+        (
+            OutputOptions(output="{folder}/a", html="{folder}/./a"),
+            "--html: '{folder}/./a' is given to --output too; give each its own file",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_the_work(
+    folder: Path, options: OutputOptions, message: str
+) -> None:
+    given = {name: value.format(folder=folder) for name, value in vars(options).items() if value is not None}
+    with pytest.raises(UsageError) as raised:
+        output.check(OutputOptions(**given))
+    assert raised.value.message == message.format(folder=folder)
+    assert raised.value.exit_code == 2
+
+
+def test_a_file_without_write_permission_is_not_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "kept.txt"
+    path.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda name, mode: False)
+    with pytest.raises(UsageError, match=r"cannot write '.*kept\.txt': Permission denied"):
+        output.check(OutputOptions(output=str(path)))
+    assert path.read_text() == "kept"
+
+
+def test_a_missing_jinja2_is_one_sentence_with_the_install_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as raised:
+        output.check(OutputOptions(html=str(folder / "page.html")))
+    assert raised.value.message == "--html: jinja2 is not installed; run: pip install 'moepad[html]'"
+
+
+def test_a_replaced_file_keeps_its_permissions_and_its_link(folder: Path) -> None:
+    target, link = folder / "target.txt", folder / "link.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    output.emit(REPORT, OutputOptions(output=str(link)))
+    assert link.is_symlink()
+    assert target.read_text() == TEXT
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    options = OutputOptions(output=os.devnull, html=os.devnull)
+    output.check(options)
+    output.emit(REPORT, options)
+    assert not os.path.isfile(os.devnull)
+
+
+def test_characters_that_standard_output_lacks_become_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    output.write_stdout("caf\xe9 \u2588\n")
+    assert raw.getvalue() == b"caf\\xe9 \\u2588\n"
+
+
+class _Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "painted"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colour_and_drawing_are_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], painted: bool
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"COLUMNS": "90", **variables}.items():
+        monkeypatch.setenv(name, value)
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.emit(
+        REPORT, OutputOptions(), drawing=lambda report, width, blocks: f"{report.command} {width} {blocks}"
+    )
+    word = "\x1b[32mok\x1b[0m" if painted else "ok"
+    assert terminal.getvalue() == f"shard-bounds 90 True\n\nverdict: {word}\n  all well\n"
+
+
+@pytest.mark.parametrize("options", [OutputOptions(), OutputOptions(format="markdown")])
+def test_no_drawing_without_a_terminal_or_in_another_format(
+    options: OutputOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.emit(REPORT, options, drawing=lambda report, width, blocks: "drawn")
+    assert "drawn" not in capsys.readouterr().out
