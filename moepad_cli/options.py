@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -102,7 +104,9 @@ def with_output(
             options = OutputOptions(**taken)
             parse.choice(options.format, "--format", formats)
             output.check(options)
-            result = function(**values)
+            # Standard output is the report's alone; what a user's routing function prints goes beside it.
+            with redirect_stdout(sys.stderr):
+                result = function(**values)
             report, saved = result if isinstance(result, tuple) else (result, None)
             output.emit(report, options, saved=saved, drawing=drawing)
             raise typer.Exit(report.verdict.exit_code)

@@ -149,7 +149,7 @@ def test_errors_of_the_library_become_one_line_and_an_exit_code(raised: str, cod
 
 
 def test_ctrl_c_is_quiet_and_exit_code_130() -> None:
-    code = with_plan("print('at work', flush=True); time.sleep(60)")
+    code = with_plan("print('at work', file=sys.__stdout__, flush=True); time.sleep(60)")
     with subprocess.Popen(
         [*python(code), *SHARDS],
         cwd=ROOT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,19 @@ def test_a_format_that_the_command_lacks_is_refused_before_the_work() -> None:
     assert raised.value.message == "--format: 'csv' is not one of table, json"
 
 
+def test_an_unwritable_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    worked = []
+
+    @with_output()
+    def working() -> Report:
+        worked.append("yes")
+        return report()
+
+    with pytest.raises(UsageError, match="^--html: cannot write"):
+        RUNNER.invoke(app_of(working), ["--html", str(tmp_path / "no" / "page.html")], catch_exceptions=False)
+    assert worked == []
+
+
 def test_the_help_has_a_panel_for_output() -> None:
     result = RUNNER.invoke(app_of(saving), ["--help"], env={"COLUMNS": "100", "NO_COLOR": "1"})
     assert result.exit_code == 0
@@ -91,8 +105,6 @@ def test_the_help_has_a_panel_for_output() -> None:
 
 
 def test_no_color_sets_the_variable_that_everything_honours(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.setenv("NO_COLOR", "")
     RUNNER.invoke(app_of(telling), ["--no-color"])
     assert os.environ["NO_COLOR"] == "1"
