@@ -19,7 +19,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-BARE_TYPER = '''
+BARE_TYPER = """
 import typer
 
 app = typer.Typer()
@@ -35,7 +35,7 @@ def other() -> None: ...
 
 
 app()
-'''
+"""
 BOUNDS = ["shard-bounds", "--tokens", "20", "--bucket", "64", "--attn-tp", "4"]
 LIMITS = {"moepad --help": 1.5, "moepad shard-bounds": 1.5, "moepad repro": 1.35}
 
@@ -96,7 +96,9 @@ def report(rounds: int) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()

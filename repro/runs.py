@@ -188,16 +188,23 @@ def repro_verdict(runs: Sequence[CaseRun]) -> Verdict:
         lines.append(f"fault {run.case.fault}: before, {run.before.engine}: {state}: {_seen(run.before)}")
         state = "gone" if gone else "did not hold"
         lines.append(f"fault {run.case.fault}: after, {run.after.engine}: {state}: {_seen(run.after)}")
-    return _verdict(good, lines, runs)
+    headline = (
+        "every fault shows before the fix, and nothing is found after it"
+        if good
+        else "a fault does not show before the fix, or something is found after it"
+    )
+    return _verdict(good, [headline, *lines], runs)
 
 
 def compare_verdict(runs: Sequence[CaseRun]) -> Verdict:
     """0 where the after side has no finding; else 1."""
     changes = find_changes(runs)
     number = {kind: sum(c.change == kind for c in changes) for kind in ("fixed", "introduced", "remaining")}
+    good = not (number["introduced"] or number["remaining"])
+    headline = f"{runs[0].after.engine}: {'no finding' if good else 'findings'} in this scenario"
     lines = [f"fault {run.case.fault}: {side.engine}: {_seen(side)}" for run in runs for side in run.sides]
-    lines.append(", ".join(f"{count} {kind}" for kind, count in number.items()))
-    return _verdict(not (number["introduced"] or number["remaining"]), lines, runs)
+    numbers = ", ".join(f"{count} {kind}" for kind, count in number.items())
+    return _verdict(good, [f"{headline} ({numbers})", *lines], runs)
 
 
 def _verdict(good: bool, lines: Sequence[str], runs: Sequence[CaseRun]) -> Verdict:

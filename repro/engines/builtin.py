@@ -62,19 +62,20 @@ class BuiltinEngine:
             return self._carried_count(case, rank, shard)
         return self._replayed_count(case, rank, shard)
 
+    def _is_sharded(self, case: Case) -> bool:
+        """Whether the engine takes a gathered forward for sharded: before the fix it knew no other."""
+        return not (self.recompute_num_token_non_padded and case.scenario.replicated)
+
     def _carried_count(self, case: Case, rank: DpRankPlan, shard: Shard) -> Tensor:
         """What the batch carries into replay: localised against the raw length where the forward gathers."""
         scenario = case.scenario
-        # Before the fix a replicated forward could not be expressed, so that it was localised like a sharded one.
-        knows_replicated = self.recompute_num_token_non_padded
+        gathers = scenario.require_gathered_buffer and not scenario.enable_prefill_cp
         count = compute_local_num_token_non_padded_cpu(
             rank.num_tokens,
             rank.raw_length,
             attn_tp_size=case.plan.attn_tp_size,
             attn_tp_rank=shard.attn_tp_rank,
-            sharded=scenario.require_gathered_buffer
-            and not scenario.enable_prefill_cp
-            and not (knows_replicated and scenario.replicated),
+            sharded=gathers and self._is_sharded(case),
         )
         return torch.tensor([count], dtype=torch.int32, device=case.device)
 
@@ -91,7 +92,7 @@ class BuiltinEngine:
             "enable_num_token_non_padded": True,
             "require_gathered_buffer": scenario.require_gathered_buffer,
             "enable_prefill_cp": scenario.enable_prefill_cp,
-            "attn_tp_sharded_fn": lambda _rows: case.plan.sharded,
+            "attn_tp_sharded_fn": lambda _rows: self._is_sharded(case),
         }
         if scenario.mode == "decode":
             registry = build_decode_registry(seq_len_fill_value=1, **parameters)

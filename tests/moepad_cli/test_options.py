@@ -91,7 +91,7 @@ def test_an_unwritable_file_is_refused_before_the_work(tmp_path: Path) -> None:
         worked.append("yes")
         return report()
 
-    with pytest.raises(UsageError, match="^--html: cannot write"):
+    with pytest.raises(UsageError, match=r"^--html: cannot write"):
         RUNNER.invoke(app_of(working), ["--html", str(tmp_path / "no" / "page.html")], catch_exceptions=False)
     assert worked == []
 

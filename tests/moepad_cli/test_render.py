@@ -12,7 +12,7 @@ import pytest
 from moepad_cli.render import RENDERERS, table
 from moepad_cli.render.text import finding_lines
 from repro.findings import Finding
-from repro.report import Report, Verdict, View
+from repro.report import Report, Row, Verdict, View
 
 LEAK = Finding(
     code="PAD001",
@@ -39,7 +39,7 @@ SKEW = replace(
     seen=1.5,
     message="load off | by half",
 )
-ROWS = [
+ROWS: list[Row] = [
     dict(zip(("fault", "engine", "dp_rank", "attn_tp_rank", "kind", "rows"), values, strict=True))
     for values in (("count", "prefix", 0, 1, "leaked", "20"), ("count", "prefix", 1, 0, "lost", "5-15"))
 ]

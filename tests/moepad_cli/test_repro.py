@@ -38,6 +38,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int
 def test_the_built_in_scenario_shows_both_faults_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     document = run_json(capsys, "repro")
     assert document["verdict"]["lines"] == [
+        "every fault shows before the fix, and nothing is found after it",
         "fault mask: before, prefix: reproduced: 0 real rows masked, 95 pads routed (PAD001, PAD004)",
         "fault mask: after, fixed: gone: 0 real rows masked, 0 pads routed, no finding",
         "fault count: before, prefix: reproduced: 19 real rows masked, 19 pads routed (PAD001, PAD002, PAD003)",
@@ -47,7 +48,9 @@ def test_the_built_in_scenario_shows_both_faults_and_exits_0(capsys: pytest.Capt
     assert {row["attn_tp_rank"] for row in document["tables"]["local_counts"]} == {0, 1, 2, 3}
 
 
-def test_the_count_fault_of_twenty_tokens_holds_the_worked_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_count_fault_of_twenty_tokens_holds_the_worked_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     document = run_json(capsys, *COUNT)
     rows = document["tables"]["local_counts"]
     assert [row["before_count"] for row in rows] == [5, 5, 5, 5]
@@ -130,7 +133,9 @@ def test_every_file_is_written_and_standard_output_is_left_to_the_table(
 
 
 def test_an_option_overrides_the_scenario_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "case.toml").write_text('tokens = [20]\nbuckets = [32, 64]\nreplicated = true\nplatform = "hip"\n')
+    (tmp_path / "case.toml").write_text(
+        'tokens = [20]\nbuckets = [32, 64]\nreplicated = true\nplatform = "hip"\n'
+    )
     arguments = ("repro", "--scenario", "case.toml", "--bucket", "128", "--no-replicated")
     scenario = run_json(capsys, *arguments)["scenario"]
     chosen = ("tokens", "bucket", "buckets", "replicated", "platform")
@@ -139,7 +144,7 @@ def test_an_option_overrides_the_scenario_file(capsys: pytest.CaptureFixture[str
 
 def test_a_scenario_that_shows_no_fault_exits_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     document = run_json(capsys, "repro", "--fault", "count", "--tokens", "64", exit_code=1)
-    assert document["verdict"]["lines"][0].startswith(
+    assert document["verdict"]["lines"][1].startswith(
         "fault count: before, prefix: did not reproduce: the scenario has no pad rows"
     )
     assert document["verdict"]["not_checked"] == [
@@ -150,7 +155,7 @@ def test_a_scenario_that_shows_no_fault_exits_1_and_says_why(capsys: pytest.Capt
 def test_a_fix_that_does_not_hold_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Torch-native refuses the count in 0.5.17 too."""
     document = run_json(capsys, "repro", "--fault", "mask", "--branch", "torch-native", exit_code=1)
-    assert "did not hold" in document["verdict"]["lines"][1]
+    assert "did not hold" in document["verdict"]["lines"][2]
 
 
 @pytest.mark.parametrize("router", ["sigmoid-top1", "softcap", "sparse-mixer", "grouped", "degenerate"])
@@ -159,7 +164,9 @@ def test_both_faults_show_with_every_router_on_both_platforms(
     capsys: pytest.CaptureFixture[str], router: str, platform: str
 ) -> None:
     top_k = "1" if router == "sigmoid-top1" else "2"
-    run_json(capsys, "repro", "--router", router, "--top-k", top_k, "--platform", platform, "--pad-fill", "nan")
+    run_json(
+        capsys, "repro", "--router", router, "--top-k", top_k, "--platform", platform, "--pad-fill", "nan"
+    )
 
 
 ROUTER = """\
@@ -314,8 +321,12 @@ MASK = {("mask", code) for code in ("PAD001", "PAD004")}
 COUNTS = {("count", code) for code in ("PAD001", "PAD002", "PAD003")}
 
 
-def test_compare_sorts_findings_into_fixed_introduced_and_remaining(capsys: pytest.CaptureFixture[str]) -> None:
-    assert changes(compare(capsys, "prefix", "fixed", exit_code=0)) == {("fixed", *key) for key in MASK | COUNTS}
+def test_compare_sorts_findings_into_fixed_introduced_and_remaining(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert changes(compare(capsys, "prefix", "fixed", exit_code=0)) == {
+        ("fixed", *key) for key in MASK | COUNTS
+    }
     assert changes(compare(capsys, "fixed-mask", "fixed-count", exit_code=1)) == {
         *(("introduced", *key) for key in MASK),
         *(("fixed", *key) for key in COUNTS),
@@ -349,8 +360,14 @@ def test_compare_saves_what_it_compared(capsys: pytest.CaptureFixture[str]) -> N
         ("--after fixed", "--before: missing"),
         ("--before prefx --after fixed", "--before: 'prefx' is no engine; did you mean 'prefix'?"),
         ("--before absent.json --after fixed", "--before: absent.json: No such file"),
-        ("--before prefix --after run.json#fixd", "--after: run.json: has no engine 'fixd'; it has prefix, fixed"),
-        ("--before run.json --after fixed --tokens 21", "--tokens: [21] is not what the saved run 'run.json' was made"),
+        (
+            "--before prefix --after run.json#fixd",
+            "--after: run.json: has no engine 'fixd'; it has prefix, fixed",
+        ),
+        (
+            "--before run.json --after fixed --tokens 21",
+            "--tokens: [21] is not what the saved run 'run.json' was made",
+        ),
         ("--before prefix --after text.json", "--after: text.json: not JSON"),
     ],
 )
@@ -366,12 +383,16 @@ def test_a_wrong_comparison_exits_2_with_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_saved_run_may_not_choose_which_code_runs(capsys: pytest.CaptureFixture[str], router_file: str) -> None:
+def test_a_saved_run_may_not_choose_which_code_runs(
+    capsys: pytest.CaptureFixture[str], router_file: str
+) -> None:
     router = ("--router", f"{router_file}:best")
     assert main(["repro", *router, "--save", "run.json"]) == 0
     capsys.readouterr()
     assert main(["compare", "--before", "run.json", "--after", "fixed"]) == 2
-    assert capsys.readouterr().err.startswith("moepad compare: --router: the saved run 'run.json' routes through")
+    assert capsys.readouterr().err.startswith(
+        "moepad compare: --router: the saved run 'run.json' routes through"
+    )
     assert main(["compare", "--before", "run.json", "--after", "fixed", *router]) == 0
 
 

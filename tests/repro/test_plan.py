@@ -62,7 +62,9 @@ def test_the_smallest_bucket_that_holds_the_length_is_chosen(n, bucket):
 def test_one_busy_dp_rank_makes_three_idle_ones_hold_48768_pads_in_max_len_mode():
     plan = plan_padding([16256, 0, 0, 0], attn_tp_size=1, buckets=[16256])
     assert [shard.pad_rows for shard in plan.shards] == [0, 16256, 16256, 16256]
-    assert 2 * sum(shard.pad_rows for shard in plan.shards) == 97_536  # routes, if every pad keeps two experts
+    assert (
+        2 * sum(shard.pad_rows for shard in plan.shards) == 97_536
+    )  # routes, if every pad keeps two experts
 
 
 def test_bucket_28_over_eight_ranks_leaves_four_rows_to_nobody():

@@ -82,9 +82,10 @@ def walked_codes(scenario: Scenario, fault: str, *, fixed: bool) -> set[str]:
             real = [row < n for row in range(start, start + size)]
             true = sum(real)
             count = true
-            if fault == "count" and not fixed and scenario.mode == "prefill":
+            if fault == "count" and not fixed:
                 localises = scenario.require_gathered_buffer and not scenario.enable_prefill_cp
-                count = min(max(n - r * (length // a), 0), length // a) if localises else n
+                cut_from = (length if scenario.mode == "prefill" else rows) // a
+                count = min(max(n - r * cut_from, 0), cut_from) if localises else n
             masked = [False] * size if refused else [row >= count for row in range(size)]
             leaks = any(not m and not is_real for m, is_real in zip(masked, real, strict=True))
             if leaks:
@@ -224,8 +225,8 @@ def test_a_scenario_that_cannot_show_the_fault_says_why_and_is_no_success(values
     run = run_case(Scenario(**values), "count", before=PREFIX, after=FIXED)
     verdict = repro_verdict([run])
     assert verdict.exit_code == 1
-    assert "did not reproduce" in verdict.lines[0]
-    assert reason in verdict.lines[0]
+    assert "did not reproduce" in verdict.lines[1]
+    assert reason in verdict.lines[1]
     assert [text for text in compare_verdict([run]).not_checked if reason in text]
 
 

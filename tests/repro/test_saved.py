@@ -44,7 +44,9 @@ def test_a_side_reads_back_bit_for_bit(tmp_path, monkeypatch, spec, side, engine
         case = make_case(SCENARIO, fault)
         seen, again = engine.observe(case), saved.observe(case)
         for one, other in zip(seen.ranks, again.ranks, strict=True):
-            assert replace(one, topk_ids=None, topk_weights=None) == replace(other, topk_ids=None, topk_weights=None)
+            assert replace(one, topk_ids=None, topk_weights=None) == replace(
+                other, topk_ids=None, topk_weights=None
+            )
             assert one.topk_ids.dtype == other.topk_ids.dtype
             assert torch.equal(one.topk_ids, other.topk_ids)
             assert one.topk_weights.dtype == other.topk_weights.dtype
@@ -118,7 +120,7 @@ def test_a_damaged_file_is_one_line(tmp_path, saved, message):
 
 def test_an_engine_that_the_run_has_not_and_a_file_that_is_not_there_are_named(tmp_path):
     path = save(tmp_path / "run.json", document(faults=("mask",)))
-    with pytest.raises(RunFileError, match="no engine 'fixd'; it has prefix, fixed$"):
+    with pytest.raises(RunFileError, match=r"no engine 'fixd'; it has prefix, fixed$"):
         load_engine(f"{path}#fixd", side="after")
     with pytest.raises(RunFileError, match="No such file"):
         load_engine(str(tmp_path / "absent.json"), side="after")
@@ -126,7 +128,12 @@ def test_an_engine_that_the_run_has_not_and_a_file_that_is_not_there_are_named(t
 
 @pytest.mark.parametrize(
     ("spec", "hint"),
-    [("prefx", "did you mean 'prefix'"), ("", "give prefix"), ("sglang", "give prefix"), ("FIXED", "give prefix")],
+    [
+        ("prefx", "did you mean 'prefix'"),
+        ("", "give prefix"),
+        ("sglang", "give prefix"),
+        ("FIXED", "give prefix"),
+    ],
 )
 def test_a_name_of_no_engine_lists_those_there_are(spec, hint):
     with pytest.raises(EngineSpecError, match=hint):
