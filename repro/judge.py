@@ -185,6 +185,7 @@ class _ShardJudge:
         return Counter(logical for logical in map(self._logical, used) if logical >= 0)
 
     def findings(self) -> list[Finding]:
+        """Everything about this shard alone; counts are explained for the whole DP rank elsewhere."""
         found = []
         ids, weights = self._seen.topk_ids, self._seen.topk_weights
         shard, platform = self._shard, "zero weights" if self._hip else "id -1"

@@ -70,6 +70,7 @@ class _AttnTp:
         return self.sharded_fn is None or self.sharded_fn(padded_num_tokens)
 
     def post_fill_from_host(self, buffer: Tensor, forward_batch: ForwardBatch, ctx: FillContext) -> None:
+        """Writes this rank's count, worked out from the batch's host int: nothing is copied to the device."""
         if forward_batch.num_token_non_padded_cpu is None:
             raise LookupError(
                 "slot 'num_token_non_padded': the batch has no num_token_non_padded_cpu to localise"
@@ -86,6 +87,7 @@ class _AttnTp:
         )
 
     def post_fill_from_device(self, buffer: Tensor, forward_batch: ForwardBatch, ctx: FillContext) -> None:
+        """Writes this rank's count, worked out on the device from the batch's whole count [1] int32."""
         if forward_batch.num_token_non_padded is None:
             raise LookupError(
                 "slot 'num_token_non_padded': the batch has no num_token_non_padded to localise"

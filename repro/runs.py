@@ -80,7 +80,7 @@ def _route_alone(case: Case) -> RouteAlone | None:
     if function is None or case.scenario.router in ROUTER_NAMES:
         return None
 
-    def route_alone(batch: PaddedBatch, row: int) -> tuple[list[int], list[float]]:
+    def one_row(batch: PaddedBatch, row: int) -> tuple[list[int], list[float]]:
         weights, ids = call_router(
             function,
             batch.hidden_states[row : row + 1].clone(),
@@ -91,7 +91,7 @@ def _route_alone(case: Case) -> RouteAlone | None:
         )
         return ids[0].tolist(), weights[0].tolist()
 
-    return route_alone
+    return one_row
 
 
 def find_changes(runs: Sequence[CaseRun]) -> tuple[Change, ...]:

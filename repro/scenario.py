@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from repro._files import read_bounded
 from repro.errors import FieldError, ScenarioError, ScenarioFileError
 from repro.plan import DpPadding, PaddingPlan, plan_padding
 
@@ -113,6 +114,11 @@ class Scenario:
         return self.require_gathered_buffer and not self.enable_prefill_cp and not self.replicated
 
     def plan(self) -> PaddingPlan:
+        """The padding plan of the batch.
+
+        Raises:
+            PlanError: as ``plan_padding``.
+        """
         return plan_padding(
             self.tokens,
             attn_tp_size=self.attn_tp,
@@ -200,15 +206,9 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def _read_text(path: Path) -> str:
+    data = read_bounded(path, MAX_FILE_BYTES, ScenarioFileError)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as err:
-        raise ScenarioFileError(f"{path}: {err.strerror or err}") from err
-    if len(data) > MAX_FILE_BYTES:
-        raise ScenarioFileError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes; a scenario is a few lines")
-    try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as err:
         raise ScenarioFileError(f"{path}: not UTF-8 text (byte {err.start})") from err
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repro._files import read_bounded
 from repro.case import Case, inputs_digest
 from repro.engines.protocol import Observation, RankObservation
 from repro.errors import FieldError, NotVerifiedError, RunFileError
@@ -84,13 +85,7 @@ def read_run(path: Path, *, engine: str | None, side: str) -> SavedEngine:
     Raises:
         RunFileError: unreadable, over 512 MiB, no saved run, damaged, or without that engine.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as err:
-        raise RunFileError(f"{path}: {err.strerror or err}") from err
-    if len(data) > MAX_FILE_BYTES:
-        raise RunFileError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes")
+    data = read_bounded(path, MAX_FILE_BYTES, RunFileError)
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as err:

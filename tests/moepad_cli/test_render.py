@@ -165,8 +165,8 @@ after: fixed</pre>
 <thead><tr><th class="right">DP
 rank</th><th class="left">kind</th><th class="left">rows</th></tr></thead>
 <tbody>
-<tr><td class="right">0</td><td class="left">leaked</td><td class="left">20</td></tr>
-<tr><td class="right">10</td><td class="left">lost</td><td class="left">-</td></tr>
+<tr><td class="right short">0</td><td class="left short">leaked</td><td class="left short">20</td></tr>
+<tr><td class="right short">10</td><td class="left short">lost</td><td class="left short">-</td></tr>
 </tbody>
 </table>
 </div>

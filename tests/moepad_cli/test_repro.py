@@ -25,7 +25,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int = 0) -> dict[str, Any]:
+def expect_report(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int = 0) -> dict[str, Any]:
     """The one document on standard output, held to the schema."""
     assert main([*arguments, "--device", "cpu", "--format", "json"]) == exit_code
     out, err = capsys.readouterr()
@@ -36,7 +36,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int
 
 
 def test_the_built_in_scenario_shows_both_faults_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
-    document = run_json(capsys, "repro")
+    document = expect_report(capsys, "repro")
     assert document["verdict"]["lines"] == [
         "every fault shows before the fix, and nothing is found after it",
         "fault mask: before, prefix: reproduced: 0 real rows masked, 95 pads routed (PAD001, PAD004)",
@@ -51,7 +51,7 @@ def test_the_built_in_scenario_shows_both_faults_and_exits_0(capsys: pytest.Capt
 def test_the_count_fault_of_twenty_tokens_holds_the_worked_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    document = run_json(capsys, *COUNT)
+    document = expect_report(capsys, *COUNT)
     rows = document["tables"]["local_counts"]
     assert [row["before_count"] for row in rows] == [5, 5, 5, 5]
     assert [row["after_count"] for row in rows] == [16, 4, 0, 0]
@@ -64,7 +64,7 @@ def test_the_count_fault_of_twenty_tokens_holds_the_worked_figures(
 
 
 def test_a_refused_count_is_null_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_json(capsys, "repro", "--fault", "mask")["tables"]["local_counts"]
+    rows = expect_report(capsys, "repro", "--fault", "mask")["tables"]["local_counts"]
     assert {row["before_count"] for row in rows} == {None}
     assert [row["after_count"] for row in rows] == [16, 4, 0, 0, 13, 0, 0, 0]
 
@@ -137,13 +137,13 @@ def test_an_option_overrides_the_scenario_file(capsys: pytest.CaptureFixture[str
         'tokens = [20]\nbuckets = [32, 64]\nreplicated = true\nplatform = "hip"\n'
     )
     arguments = ("repro", "--scenario", "case.toml", "--bucket", "128", "--no-replicated")
-    scenario = run_json(capsys, *arguments)["scenario"]
+    scenario = expect_report(capsys, *arguments)["scenario"]
     chosen = ("tokens", "bucket", "buckets", "replicated", "platform")
     assert [scenario[name] for name in chosen] == [[20], 128, [], False, "hip"]
 
 
 def test_a_scenario_that_shows_no_fault_exits_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    document = run_json(capsys, "repro", "--fault", "count", "--tokens", "64", exit_code=1)
+    document = expect_report(capsys, "repro", "--fault", "count", "--tokens", "64", exit_code=1)
     assert document["verdict"]["lines"][1].startswith(
         "fault count: before, prefix: did not reproduce: the scenario has no pad rows"
     )
@@ -154,7 +154,7 @@ def test_a_scenario_that_shows_no_fault_exits_1_and_says_why(capsys: pytest.Capt
 
 def test_a_fix_that_does_not_hold_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Torch-native refuses the count in 0.5.17 too."""
-    document = run_json(capsys, "repro", "--fault", "mask", "--branch", "torch-native", exit_code=1)
+    document = expect_report(capsys, "repro", "--fault", "mask", "--branch", "torch-native", exit_code=1)
     assert "did not hold" in document["verdict"]["lines"][2]
 
 
@@ -164,7 +164,7 @@ def test_both_faults_show_with_every_router_on_both_platforms(
     capsys: pytest.CaptureFixture[str], router: str, platform: str
 ) -> None:
     top_k = "1" if router == "sigmoid-top1" else "2"
-    run_json(
+    expect_report(
         capsys, "repro", "--router", router, "--top-k", top_k, "--platform", platform, "--pad-fill", "nan"
     )
 
@@ -219,7 +219,9 @@ def test_a_routing_function_of_ones_own_is_run_and_may_print_and_write_into_its_
 def test_a_routing_function_that_looks_at_other_rows_is_told(
     capsys: pytest.CaptureFixture[str], router_file: str
 ) -> None:
-    document = run_json(capsys, "repro", "--fault", "mask", "--router", f"{router_file}:crowd", exit_code=1)
+    document = expect_report(
+        capsys, "repro", "--fault", "mask", "--router", f"{router_file}:crowd", exit_code=1
+    )
     assert {finding["code"] for finding in document["findings"] if finding["engine"] == "fixed"} == {"PAD019"}
 
 
@@ -309,8 +311,10 @@ def test_a_cuda_device_that_is_not_there_could_not_be_verified(capsys: pytest.Ca
     assert (out, err) == ("", "moepad repro: --device: this torch sees no CUDA device; give cpu or auto\n")
 
 
-def compare(capsys: pytest.CaptureFixture[str], before: str, after: str, *more: str, exit_code: int) -> Any:
-    return run_json(capsys, "compare", "--before", before, "--after", after, *more, exit_code=exit_code)
+def expect_comparison(
+    capsys: pytest.CaptureFixture[str], before: str, after: str, *more: str, exit_code: int
+) -> Any:
+    return expect_report(capsys, "compare", "--before", before, "--after", after, *more, exit_code=exit_code)
 
 
 def changes(document: Any) -> set[tuple[str, str, str]]:
@@ -324,34 +328,34 @@ COUNTS = {("count", code) for code in ("PAD001", "PAD002", "PAD003")}
 def test_compare_sorts_findings_into_fixed_introduced_and_remaining(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert changes(compare(capsys, "prefix", "fixed", exit_code=0)) == {
+    assert changes(expect_comparison(capsys, "prefix", "fixed", exit_code=0)) == {
         ("fixed", *key) for key in MASK | COUNTS
     }
-    assert changes(compare(capsys, "fixed-mask", "fixed-count", exit_code=1)) == {
+    assert changes(expect_comparison(capsys, "fixed-mask", "fixed-count", exit_code=1)) == {
         *(("introduced", *key) for key in MASK),
         *(("fixed", *key) for key in COUNTS),
     }
-    assert changes(compare(capsys, "prefix", "fixed-mask", exit_code=1)) == {
+    assert changes(expect_comparison(capsys, "prefix", "fixed-mask", exit_code=1)) == {
         *(("fixed", *key) for key in MASK),
         *(("remaining", *key) for key in COUNTS),
     }
 
 
 def test_compare_reads_back_what_repro_saved(capsys: pytest.CaptureFixture[str]) -> None:
-    live = run_json(capsys, "repro", "--tokens", "20,0", "--save", "run.json")
-    saved = compare(capsys, "run.json", "run.json", exit_code=0)
+    live = expect_report(capsys, "repro", "--tokens", "20,0", "--save", "run.json")
+    saved = expect_comparison(capsys, "run.json", "run.json", exit_code=0)
     assert saved["tables"]["local_counts"] == live["tables"]["local_counts"]
     assert saved["findings"] == live["findings"]
     assert saved["scenario"] == live["scenario"]
-    assert changes(compare(capsys, "run.json", "run.json#prefix", exit_code=1)) == {
+    assert changes(expect_comparison(capsys, "run.json", "run.json#prefix", exit_code=1)) == {
         ("remaining", row["fault"], row["code"]) for row in saved["tables"]["finding_changes"]
     }
 
 
 def test_compare_saves_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    compare(capsys, "fixed-mask", "fixed", "--save", "run.json", exit_code=0)
-    compare(capsys, "run.json#fixed-mask", "fixed", exit_code=0)
-    compare(capsys, "prefix", "run.json#fixed-mask", exit_code=1)
+    expect_comparison(capsys, "fixed-mask", "fixed", "--save", "run.json", exit_code=0)
+    expect_comparison(capsys, "run.json#fixed-mask", "fixed", exit_code=0)
+    expect_comparison(capsys, "prefix", "run.json#fixed-mask", exit_code=1)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +379,7 @@ def test_a_wrong_comparison_exits_2_with_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, says: str
 ) -> None:
     (tmp_path / "text.json").write_text("run")
-    run_json(capsys, "repro", "--save", "run.json")
+    expect_report(capsys, "repro", "--save", "run.json")
     assert main(["compare", *arguments.split(" ")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -397,7 +401,7 @@ def test_a_saved_run_may_not_choose_which_code_runs(
 
 
 def test_a_saved_run_of_one_fault_cannot_answer_for_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    run_json(capsys, *COUNT, "--save", "run.json")
+    expect_report(capsys, *COUNT, "--save", "run.json")
     assert main(["compare", "--before", "run.json", "--after", "fixed"]) == 3
     assert capsys.readouterr().err == "moepad compare: run.json: holds no case of fault mask\n"
-    compare(capsys, "run.json", "fixed", "--fault", "count", exit_code=0)
+    expect_comparison(capsys, "run.json", "fixed", "--fault", "count", exit_code=0)

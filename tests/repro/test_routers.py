@@ -381,7 +381,8 @@ class RefuseHostReads(TorchDispatchMode):
 def test_calling_a_router_reads_no_value_on_the_host(name: str) -> None:
     function, logits = load_router(name, num_expert_group=4, topk_group=2), noise(3)
     with RefuseHostReads():
-        call_router(function, torch.zeros(3, 4), logits, TOP_K.get(name, 3), True, name=name)
+        weights, ids = call_router(function, torch.zeros(3, 4), logits, TOP_K.get(name, 3), True, name=name)
+    assert weights.shape == ids.shape == (3, TOP_K.get(name, 3))
 
 
 def test_a_router_that_reads_a_value_on_the_host_is_told() -> None:

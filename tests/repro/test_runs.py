@@ -163,6 +163,29 @@ def test_twenty_tokens_in_a_bucket_of_64_over_four_ranks():
     assert repro_verdict([run]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("n", "bucket", "attn_tp", "after", "before", "masked", "leaked"),
+    [
+        (10, 16, 2, [8, 2], [5, 5], 3, 3),
+        (12, 16, 4, [4, 4, 4, 0], [3, 3, 3, 3], 3, 3),
+        (20, 64, 4, [16, 4, 0, 0], [5, 5, 5, 5], 11, 11),
+        (100, 128, 4, [32, 32, 32, 4], [25, 25, 25, 25], 21, 21),
+        (2700, 2816, 8, [352] * 7 + [236], [338] * 7 + [334], 98, 98),
+        (1000, 2048, 8, [256, 256, 256, 232, 0, 0, 0, 0], [125] * 8, 500, 500),
+        (7, 8, 2, [4, 3], [4, 3], 0, 0),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cuda", "hip"])
+def test_the_engines_show_the_worked_figures(platform, n, bucket, attn_tp, after, before, masked, leaked):
+    scenario = Scenario(tokens=(n,), bucket=bucket, attn_tp=attn_tp, platform=platform)
+    rows = tables_of(scenario, "count")[0]["local_counts"]
+    assert [row["after_count"] for row in rows] == after
+    assert [row["before_count"] for row in rows] == before
+    assert sum(row["before_real_masked"] for row in rows) == masked
+    assert sum(row["before_pads_routed"] for row in rows) == leaked
+    assert sum(row["after_real_masked"] + row["after_pads_routed"] for row in rows) == 0
+
+
 def test_four_ep_ranks_of_64_rows_with_48_real_send_512_routes_128_of_them_pads():
     scenario = Scenario(tokens=(48,) * 4, bucket=64, attn_tp=1, top_k=2)
     tables, _ = tables_of(scenario, "mask")

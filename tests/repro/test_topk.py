@@ -302,7 +302,7 @@ def test_nothing_is_read_on_the_host(branch: str, eplb: str, platform: str) -> N
         logits, count = fill_rows(5, "noise", 0), count_of(3)
         info = make_info(s["eplb"])
         with RefuseHostReads():
-            select_experts(
+            output = select_experts(
                 torch.zeros(5, 4),
                 logits,
                 config,
@@ -311,6 +311,7 @@ def test_nothing_is_read_on_the_host(branch: str, eplb: str, platform: str) -> N
                 num_token_non_padded=count,
                 expert_location_dispatch_info=info,
             )
+        assert output.topk_ids.shape == (5, top_k + 1)
 
 
 def test_the_refusal_of_host_reads_sees_one() -> None:
