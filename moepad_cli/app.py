@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -17,6 +19,7 @@ from moepad_cli.environment import version
 from moepad_cli.options import add_parameters, common_parameters
 
 PROGRAM = "moepad"
+MAX_LINE = 2000
 COMPLETE_VARIABLE = "_MOEPAD_COMPLETE"
 
 
@@ -65,6 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; gives the exit code."""
     arguments = list(sys.argv[1:] if args is None else args)
     context: Any = None
+    handlers = _stop_by_exception()
     try:
         group: Any = typer.main.get_command(app)
         if os.environ.get(COMPLETE_VARIABLE):
@@ -77,7 +81,32 @@ def main(args: Sequence[str] | None = None) -> int:
         output.settle_stdout()
         command = context.invoked_subcommand if context else None
         return _exit_code(err, f"{PROGRAM} {command}" if command else PROGRAM, debug="--debug" in arguments)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return code
+
+
+class _Stopped(BaseException):
+    """A signal that asks to end; raised, so that files half written are cleared away."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop_by_exception() -> dict[signal.Signals, Any]:
+    """Handles the signals that nobody handles yet; gives what to put back."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise _Stopped(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    wanted = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    return {
+        number: signal.signal(number, stop) for number in wanted if signal.getsignal(number) is signal.SIG_DFL
+    }
 
 
 def _invoke(group: Any, context: Any) -> int:
@@ -94,19 +123,26 @@ def _exit_code(error: BaseException, name: str, *, debug: bool) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return errors.INTERRUPTED
+    if isinstance(error, _Stopped):
+        return 128 + error.number
     if isinstance(error, SystemExit):
         return _code_of_exit(error)
+    if isinstance(error, BrokenPipeError):
+        return errors.OK
+    if isinstance(error, OSError) and error.filename is None:
+        # Not the work's, which with_output has wrapped, and no file's: Typer could not print.
+        error = errors.UsageError(f"standard output: cannot be written: {error.strerror}")
     if debug:
         import traceback
 
         _complain("".join(traceback.format_exception(error)))
     known = errors.as_moepad_error(error) if isinstance(error, Exception) else None
     if known is not None:
-        _complain(f"{name}: {errors.one_line(known.message)}\n")
+        _complain(f"{name}: {errors.one_line(known.message)[:MAX_LINE]}\n")
         return known.exit_code
     said = errors.one_line(": ".join(filter(None, (type(error).__name__, str(error)))))
     hint = "" if debug else " (run again with --debug for the traceback)"
-    _complain(f"{PROGRAM}: internal error: {said}{hint}\n")
+    _complain(f"{PROGRAM}: internal error: {said[:MAX_LINE]}{hint}\n")
     return errors.INTERNAL
 
 

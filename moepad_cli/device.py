@@ -8,12 +8,17 @@ import typer
 
 from moepad_cli import parse
 from moepad_cli.errors import NotVerified
+from moepad_cli.options import completer
 
 DEVICES = ("auto", "cpu", "cuda")
 
 DeviceOption = Annotated[
     str,
-    typer.Option(help="Where to run; auto takes a CUDA device if there is one.", metavar="|".join(DEVICES)),
+    typer.Option(
+        help="Where to run; auto takes a CUDA device if there is one.",
+        metavar="|".join(DEVICES),
+        autocompletion=completer(DEVICES),
+    ),
 ]
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
 
-from moepad_cli import output, parse
+from moepad_cli import errors, output, parse
+from moepad_cli.environment import environment
 from moepad_cli.output import Drawing, OutputOptions
-from repro.report import Report
+from repro.report import Report, Verdict
 
 FORMATS = ("table", "markdown", "json", "csv")
 _PANEL = "Output"
@@ -47,7 +46,7 @@ def option(
         rich_help_panel=panel,
         callback=callback,
         is_eager=callback is not None,
-        autocompletion=_completer(choices) if choices else None,
+        autocompletion=completer(choices) if choices else None,
     )
     annotation: Any = Annotated[bool if is_flag else str | None, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -83,12 +82,14 @@ def common_parameters() -> list[inspect.Parameter]:
 def with_output(
     formats: Sequence[str] = FORMATS,
     *,
+    main_table: str,
     save: bool = False,
     checks: bool = True,
     drawing: Drawing | None = None,
 ) -> Callable[[Callable[..., Report | SavedReport]], Callable[..., None]]:
     """Turns a function that returns a Report into a command that writes it and exits with its verdict.
 
+    Where the function could not verify, the formats for machines and all files say so; ``main_table`` is theirs.
     ``save`` adds ``--save``; the function then returns a ``SavedReport``. ``checks`` is False for a command
     that judges nothing, which writes no ``--junit-xml`` and no ``--html``.
     """
@@ -104,9 +105,19 @@ def with_output(
             options = OutputOptions(**taken)
             parse.choice(options.format, "--format", formats)
             output.check(options)
-            # Standard output is the report's alone; what a user's routing function prints goes beside it.
-            with redirect_stdout(sys.stderr):
-                result = function(**values)
+            try:
+                with output.kept_for_results():
+                    result = function(**values)
+            except (OSError, SystemExit) as err:
+                # To main these are standard output's and completion's own, which may end in exit code 0.
+                raise RuntimeError(f"{type(err).__name__}: {err}") from err
+            except Exception as err:
+                problem = errors.as_moepad_error(err)
+                if problem is not None and problem.exit_code == errors.NOT_VERIFIED:
+                    # Machines read files: one of an earlier run must not stand for this one.
+                    report = _unverified(function.__name__, main_table, problem.message)
+                    output.emit(report, options, on_stdout=options.format != "table")
+                raise
             report, saved = result if isinstance(result, tuple) else (result, None)
             output.emit(report, options, saved=saved, drawing=drawing)
             raise typer.Exit(report.verdict.exit_code)
@@ -116,6 +127,18 @@ def with_output(
         return command
 
     return decorate
+
+
+def _unverified(command: str, main_table: str, reason: str) -> Report:
+    return Report(
+        command=command.replace("_", "-"),
+        scenario={},
+        environment=environment(),
+        findings=(),
+        tables={main_table: []},
+        main_table=main_table,
+        verdict=Verdict("not-verified", errors.NOT_VERIFIED, "not verified", not_checked=(reason,)),
+    )
 
 
 def _output_parameters(formats: Sequence[str], *, save: bool, checks: bool) -> list[inspect.Parameter]:
@@ -145,7 +168,9 @@ def _set_no_color(value: bool) -> bool:
     return value
 
 
-def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
+def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """Shell completion of a value out of ``choices``."""
+
     def complete(incomplete: str) -> list[str]:
         return [name for name in choices if name.startswith(incomplete)]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 
 from moepad_cli.errors import UsageError, unwritable
@@ -61,10 +62,12 @@ def emit(
     *,
     saved: Callable[[], str] | None = None,
     drawing: Drawing | None = None,
+    on_stdout: bool = True,
 ) -> None:
     """Writes all files, then standard output (nothing there where ``--output`` takes the result).
 
-    ``saved`` gives the text for ``--save``. ``drawing`` is shown with the table format on a terminal only.
+    ``saved`` gives the text for ``--save``; without it no such file is written. ``drawing`` is shown with the
+    table format on a terminal only.
     """
     on_terminal = options.output is None and sys.stdout is not None and sys.stdout.isatty()
     if options.format == "table" and on_terminal:
@@ -79,10 +82,42 @@ def emit(
     if options.html is not None:
         files.append(("--html", options.html, RENDERERS["html"](report)))
     if options.save is not None and saved is not None:
-        files.append(("--save", options.save, saved()))
+        with kept_for_results():  # it asks the user's routing function again
+            files.append(("--save", options.save, saved()))
     write_files(files)
-    if options.output is None:
+    if options.output is None and on_stdout:
         write_stdout(text)
+
+
+@contextmanager
+def kept_for_results() -> Iterator[None]:
+    """Standard output is the report's alone: what the work writes there meanwhile goes to standard error.
+
+    That holds below Python too (``os.write``, child processes). The working directory is put back after, since
+    the files to write were named relative to it.
+    """
+    folder = kept = None
+    with suppress(FileNotFoundError):  # the caller's own was removed
+        folder = os.getcwd()
+    if sys.stderr is None:  # closed; its descriptor must not become that of the next file
+        os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+        if sys.stdout is not None and sys.stdout.closed:
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        if folder is not None:
+            os.chdir(folder)
 
 
 def write_files(files: Sequence[tuple[str, str, str]]) -> None:
@@ -95,7 +130,10 @@ def write_files(files: Sequence[tuple[str, str, str]]) -> None:
     try:
         for option, path, text in files:
             try:
-                if _is_special(path):
+                if (descriptor := _descriptor_of(path)) is not None:
+                    with open(descriptor, "wb", closefd=False) as stream:
+                        stream.write(_encoded(text))
+                elif _is_special(path):
                     with open(path, "wb") as device:
                         device.write(_encoded(text))
                 else:
@@ -166,6 +204,14 @@ def _has_blocks(encoding: str | None) -> bool:
     return True
 
 
+def _descriptor_of(path: str) -> int | None:
+    """The open file behind ``/dev/stdout`` and its like; opened by name, a regular one would be emptied."""
+    named = {"/dev/stdout": 1, "/dev/stderr": 2}.get(path)
+    if named is None and (match := re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]{1,6})", path)):
+        named = int(match[1])
+    return named
+
+
 def _is_special(path: str) -> bool:
     """A device or pipe, which must be written to and not replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
@@ -174,6 +220,12 @@ def _is_special(path: str) -> bool:
 def _check_file(option: str, path: str) -> None:
     if not path:
         raise UsageError(f"{option}: '' is not a file name")
+    if (descriptor := _descriptor_of(path)) is not None:
+        try:
+            os.write(descriptor, b"")
+        except OSError as err:
+            raise unwritable(option, path, err) from err
+        return
     if os.path.isdir(path) or path.endswith(os.sep):
         raise UsageError(f"{option}: cannot write '{path}': it is a directory")
     try:

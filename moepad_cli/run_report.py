@@ -42,6 +42,7 @@ def run_report(
         verdict=verdict,
         views=(*run_views(runs, tables, all_experts=all_experts), *more_views),
         heading=run_heading(runs, scenario, device_name),
+        blamed=tuple(finding for run in runs for finding in run.after.judgement.findings),
     )
     cases = [(run.case, run.before.observation, run.after.observation) for run in runs]
     return report, lambda: json.dumps(run_document(scenario, cases)) + "\n"

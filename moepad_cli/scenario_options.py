@@ -13,12 +13,16 @@ import typer
 
 from moepad_cli import parse
 from moepad_cli.errors import UsageError, option_name
-from moepad_cli.options import add_parameters, option
+from moepad_cli.options import add_parameters, completer, option
 from repro.errors import ScenarioFileError
-from repro.scenario import Scenario, read_scenario_values
+from repro.scenario import Scenario
+from repro.scenario_file import read_scenario_values
 
 FAULTS = ("mask", "count", "both")
-FaultOption = Annotated[str, typer.Option(help="Which fault to look for.", metavar="|".join(FAULTS))]
+FaultOption = Annotated[
+    str,
+    typer.Option(help="Which fault to look for.", metavar="|".join(FAULTS), autocompletion=completer(FAULTS)),
+]
 AllExpertsOption = Annotated[bool, typer.Option("--all-experts", help="Show every expert, not the worst 12.")]
 
 _METAVARS = {
@@ -58,11 +62,12 @@ def chosen_faults(text: str) -> tuple[Literal["mask", "count"], ...]:
 def _parameters(field: Field[Any]) -> list[inspect.Parameter]:
     choices, help_text, panel = (field.metadata[key] for key in ("choices", "help", "panel"))
     if field.type == "bool":
-        # Two flags and no default: one that was not given must not override the file's. Help shows the one that
-        # changes something.
+        # Two flags and no default: one that was not given must not override the file's. Help shows the one
+        # that changes something.
+        on = bool(field.default)
         return [
-            _flag(name, help_text, panel, hidden=hidden)
-            for name, hidden in ((field.name, bool(field.default)), (f"no_{field.name}", not field.default))
+            _flag(field.name, help_text, panel, hidden=on),
+            _flag(f"no_{field.name}", field.metadata["off_help"], panel, hidden=not on),
         ]
     if choices:
         help_text = f"{help_text} One of {', '.join(choices)}."
@@ -73,8 +78,6 @@ def _parameters(field: Field[Any]) -> list[inspect.Parameter]:
 
 
 def _flag(name: str, help_text: str, panel: str, *, hidden: bool) -> inspect.Parameter:
-    if name.startswith("no_"):
-        help_text = f"Not so: {help_text[:1].lower()}{help_text[1:]}"
     info = typer.Option(
         option_name(name), help=help_text, rich_help_panel=panel, hidden=hidden, show_default=False
     )

@@ -17,10 +17,14 @@ WORST_EXPERTS = 12
 def run_heading(runs: Sequence[CaseRun], scenario: Scenario, device_name: str) -> tuple[str, ...]:
     """Which engines, on what."""
     before, after = runs[0].sides
-    tokens, buckets = (",".join(map(str, sizes)) for sizes in (scenario.tokens, scenario.captured_sizes))
+    tokens, sizes = (",".join(map(str, values)) for values in (scenario.tokens, scenario.captured_sizes))
+    rows = ",".join(
+        str(rows) for rows in dict.fromkeys(rank.padded_num_tokens for rank in scenario.plan().ranks)
+    )
+    bucket = f"bucket {rows}" + (f" (of {sizes})" if rows != sizes else "")
     return (
-        f"before: {before.engine}   after: {after.engine}   device: {device_name}",
-        f"tokens {tokens}   bucket {buckets}   attention TP {scenario.attn_tp}   "
+        f"before: {before.label}   after: {after.label}   device: {device_name}",
+        f"tokens {tokens}   {bucket}   attention TP {scenario.attn_tp}   {scenario.mode}",
         f"{scenario.experts} experts, top-{scenario.top_k}   platform {scenario.platform}",
     )
 
@@ -88,7 +92,10 @@ def _local_counts(run: CaseRun, table: Sequence[Mapping[str, Cell]]) -> View:
         "lost\nafter",
         "leaked\nafter",
     )
-    note = "lost: real rows masked; leaked: pad rows routed"
+    mask = "ids -1" if scenario.platform == "cuda" else "ids 0 and weights 0"
+    note = f"lost: real rows masked ({mask}); leaked: pad rows routed"
+    if any(rank.error for side in run.sides for rank in side.observation.ranks):
+        note += "\nrefused: the engine raised when given the count, so that rows were routed without one"
     return View(f"fault {run.case.fault}: local counts of each rank ({branch})", headings, rows, note)
 
 
@@ -109,17 +116,13 @@ def _expert_counts(fault: str, table: Sequence[Mapping[str, Any]], *, all_expert
     def off(row: Mapping[str, Any]) -> int:
         return int(max(abs(row["before"] - row["truth"]), abs(row["after"] - row["truth"])))
 
-    shown = (
-        list(table)
-        if all_experts
-        else sorted(table, key=lambda row: (-off(row), row["expert"]))[:WORST_EXPERTS]
-    )
-    left_out = len(table) - len(shown)
+    shown = list(table) if all_experts else [row for row in table if off(row)]
+    if not all_experts:
+        shown = sorted(shown, key=lambda row: (-off(row), row["expert"]))[:WORST_EXPERTS]
     rows: list[list[Cell]] = [[row[key] for key in ("expert", "truth", "before", "after")] for row in shown]
     rows.append(["all", *(sum(row[key] for row in table) for key in ("truth", "before", "after"))])
-    note = (
-        f"the {len(shown)} experts that are furthest off; {left_out} more with --all-experts"
-        if left_out
-        else ""
-    )
+    note = "truth: routes of all real rows, by the oracle"
+    if left_out := len(table) - len(shown):
+        word = "are off less" if len(shown) == WORST_EXPERTS else "have as many as they should"
+        note += f"\n{left_out} more experts {word} (--all-experts)"
     return View(f"fault {fault}: routes of each expert", ("expert", "truth", "before", "after"), rows, note)

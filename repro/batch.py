@@ -80,7 +80,7 @@ def _make_batch(scenario: Scenario, rank: DpRankPlan, device: str) -> PaddedBatc
         generator = torch.Generator().manual_seed(seed)
         # Mean 0, variance 1, near enough to normal. Unlike randn, which computes logarithms and cosines, sums of
         # uniform numbers are the same bits on every CPU, so that a saved run can be judged on another machine.
-        a, b, c, d = (torch.rand(count, width, generator=generator) for _ in range(4))
+        a, b, c, d = (torch.rand(count, width, generator=generator, dtype=torch.float32) for _ in range(4))
         return (a + b + c + d - 2) * 3**0.5
 
     real = rows(rank.num_tokens, _REAL)
@@ -93,7 +93,7 @@ def _make_batch(scenario: Scenario, rank: DpRankPlan, device: str) -> PaddedBatc
             pads = rows(rank.padded_num_tokens, _EARLIER)[rank.num_tokens :]
         case fill:
             value = {"zeros": 0.0, "constant": CONSTANT, "nan": float("nan"), "inf": float("inf")}[fill]
-            pads = torch.full((num_pads, width), value)
+            pads = torch.full((num_pads, width), value, dtype=torch.float32)
     everything = torch.cat([real, pads])
     hidden_states, router_logits = (
         everything[:, : scenario.hidden_size],

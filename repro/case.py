@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 
 from repro.batch import MoeLayer, PaddedBatch, make_batches, make_layer
 from repro.plan import PaddingPlan
-from repro.routers import RoutingFunction, load_router
+from repro.routers import ROUTER_NAMES, RoutingFunction, call_router, load_router
 from repro.scenario import Scenario
 
 Fault = Literal["mask", "count"]
@@ -19,9 +20,13 @@ FAULTS: tuple[Fault, ...] = ("mask", "count")
 
 @dataclass(frozen=True)
 class Case:
-    """``routing_function`` is None unless the scenario's branch is ``custom``."""
+    """``scenario`` is what runs: ``asked_scenario``, or that on another branch (see ``make_case``).
+
+    ``routing_function`` is None unless the branch that runs is ``custom``.
+    """
 
     fault: Fault
+    asked_scenario: Scenario
     scenario: Scenario
     plan: PaddingPlan
     batches: tuple[PaddedBatch, ...]
@@ -40,8 +45,9 @@ def make_case(scenario: Scenario, fault: Fault, device: str = "cpu") -> Case:
     Raises:
         RouterError: the scenario's router cannot be loaded.
     """
+    asked_scenario = scenario
     if fault == "count" and scenario.branch == "custom":
-        scenario = replace(scenario, branch="softmax")
+        scenario = replace(scenario, branch="softmax", router=ROUTER_NAMES[0])
     routing_function = None
     if scenario.branch == "custom":
         routing_function = load_router(
@@ -54,6 +60,7 @@ def make_case(scenario: Scenario, fault: Fault, device: str = "cpu") -> Case:
     plan = scenario.plan()
     return Case(
         fault,
+        asked_scenario,
         scenario,
         plan,
         make_batches(scenario, plan, device),
@@ -61,6 +68,30 @@ def make_case(scenario: Scenario, fault: Fault, device: str = "cpu") -> Case:
         routing_function,
         device,
     )
+
+
+def route_alone(case: Case) -> Callable[[PaddedBatch, int], tuple[list[int], list[float]]] | None:
+    """A user's own routing function asked for one real row at a time, so that no other row can have a say.
+
+    Gives ``(ids, weights)`` of a row. None where the routing is built in, which the oracle knows of itself.
+    """
+    function = case.routing_function
+    if function is None or case.scenario.router in ROUTER_NAMES:
+        return None
+
+    def one_row(batch: PaddedBatch, row: int) -> tuple[list[int], list[float]]:
+        weights, ids = call_router(
+            function,
+            # Copies: the function may write into what it is given.
+            batch.hidden_states[row : row + 1].clone(),
+            batch.router_logits[row : row + 1].clone(),
+            case.scenario.top_k,
+            case.scenario.renormalize,
+            name=f"{case.scenario.router}, asked for one real row alone,",
+        )
+        return ids[0].tolist(), weights[0].tolist()
+
+    return one_row
 
 
 def inputs_digest(case: Case) -> str:

@@ -13,6 +13,9 @@ MoepadError
 
 from __future__ import annotations
 
+MAX_TEXT = 500
+MAX_QUOTE = 60
+
 
 class MoepadError(ValueError):
     """Base of all errors of this library; the text is one line."""
@@ -53,5 +56,18 @@ class NotVerifiedError(MoepadError):
 
 def one_line(err: BaseException) -> str:
     """An exception's type and text without line breaks."""
-    text = " ".join(str(err).split())
+    try:
+        text = " ".join(str(err).split())
+    except Exception:
+        text = "(its text raised)"
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
     return f"{type(err).__name__}: {text}" if text else type(err).__name__
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: short, whatever somebody put there."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "that number"
+    return text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}..."

@@ -210,8 +210,8 @@ _KINDS = (
         "real-row-rerouted",
         "error",
         "A real row that was not masked has other experts or weights than its own logits give.",
-        "rows: the rerouted real rows; expected: the experts that the first of them should have; "
-        "seen: the ids and weights they have.",
+        "rows: the rerouted real rows; expected: the logical ids and weights that the first of them "
+        "should have; seen: those they have.",
         _RUNS,
     ),
 )

@@ -38,12 +38,10 @@ def _ways(scenario: Scenario, plan: PaddingPlan, rank: DpRankPlan) -> Iterator[t
 
     true = [shard.real_rows for shard in rank.shards]
     shard_rows = [shard.rows for shard in rank.shards]
-    yield (
-        f"localising against the raw length {rank.raw_length} instead of {rows} rows",
-        localised(n, rank.raw_length),
-    )
     if not plan.sharded:
         yield "localising a forward that is not sharded", localised(n, rows)
+    if rank.raw_length != rows:
+        yield f"localising against the raw length {rank.raw_length}", localised(n, rank.raw_length)
     yield f"the DP rank's whole count {n} used on every shard", [n] * size
     total = sum(other.num_tokens for other in plan.ranks)
     if len(plan.ranks) > 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,10 +15,9 @@ from repro.engines.protocol import Observation, RankObservation
 from repro.errors import NotVerifiedError
 from repro.findings import Finding, make_finding
 from repro.hypotheses import explain_counts
-from repro.truth import RowTruth, ShardTruth, Truth
+from repro.routers import ROUTER_NAMES, WEIGHT_DTYPES
+from repro.truth import RowTruth, ShardTruth, Truth, another_choice
 
-# Two scores closer than this, relative to their size, may fall either way in float32.
-TIE = 2e-6
 MOST_ROWS_QUOTED = 3
 
 
@@ -57,8 +57,18 @@ def row_ranges(rows: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
-def judge(case: Case, truth: Truth, observation: Observation) -> Judgement:
-    """Compare what the engine did with the truth.
+def rows_of(ranges: str | None) -> set[int]:
+    """The inverse of ``row_ranges``; None is no row."""
+    rows: set[int] = set()
+    for part in (ranges or "").split(","):
+        if part:
+            first, _, last = part.partition("-")
+            rows.update(range(int(first), int(last or first) + 1))
+    return rows
+
+
+def judge(case: Case, truth: Truth, observation: Observation, engine: str) -> Judgement:
+    """Compare what the engine did with the truth; ``engine`` is what findings call it.
 
     Raises:
         NotVerifiedError: an observation of the wrong shape, dtype or ranks, of which nothing can be said.
@@ -66,27 +76,29 @@ def judge(case: Case, truth: Truth, observation: Observation) -> Judgement:
     shards = {(shard.dp_rank, shard.attn_tp_rank): shard for shard in truth.shards}
     seen = {(rank.dp_rank, rank.attn_tp_rank): rank for rank in observation.ranks}
     if seen.keys() != shards.keys() or len(seen) != len(observation.ranks):
-        raise NotVerifiedError(f"engine {observation.engine}: did not answer once for every rank of the plan")
-    findings: list[Finding] = []
-    outcomes = []
-    counts: Counter[int] = Counter()
-    near_ties = 0
-    judges = [_ShardJudge(case, truth, shards[key], seen[key], observation.engine) for key in shards]
-    for shard_judge in judges:
-        findings += shard_judge.findings()
-        outcomes.append(shard_judge.outcome())
-        counts.update(shard_judge.routes())
-        near_ties += shard_judge.near_ties
-    findings += _judge_counts(case, truth, seen, observation.engine)
-    findings += _judge_unowned(case, truth, observation.engine)
+        raise NotVerifiedError(f"engine {engine}: did not answer once for every rank of the plan")
+    judges = [_ShardJudge(case, truth, shards[key], seen[key], engine) for key in shards]
+    findings = [finding for shard_judge in judges for finding in shard_judge.findings()]
+    findings += _judge_counts(case, truth, seen, engine)
+    findings += _judge_unowned(case, truth, engine)
     findings.sort(key=lambda f: (f.code, f.dp_rank or 0, f.attn_tp_rank or 0))
-    not_checked = (
-        (f"{near_ties} real rows of {observation.engine} chose between experts that tie within rounding",)
-        if near_ties
-        else ()
+    counts = sum((shard_judge.routes() for shard_judge in judges), Counter[int]())
+    return Judgement(
+        tuple(findings),
+        tuple(shard_judge.outcome() for shard_judge in judges),
+        tuple(counts[expert] for expert in range(case.scenario.experts)),
+        tuple(_not_checked(case, sum(shard_judge.ambiguous for shard_judge in judges))),
     )
-    experts = tuple(counts[expert] for expert in range(case.scenario.experts))
-    return Judgement(tuple(findings), tuple(outcomes), experts, not_checked)
+
+
+def _not_checked(case: Case, ambiguous: int) -> Iterator[str]:
+    scenario = case.scenario
+    if ambiguous:
+        yield f"the routing of {ambiguous} real rows, which rounding decides"
+    if scenario.redundant_experts:
+        yield "which replica of an expert a row goes to"
+    if scenario.platform == "hip" and (scenario.eplb != "none" or scenario.num_fused_shared_experts):
+        yield "which ids in range masked rows hold (hip, with a remap or shared experts)"
 
 
 class _ShardJudge:
@@ -108,15 +120,17 @@ class _ShardJudge:
             masked_columns = weights == 0
             plain = case.scenario.eplb == "none" and not case.scenario.num_fused_shared_experts
             stays_in = ~(masked_columns & (ids == 0) if plain else masked_columns)
+            # A true weight may be zero as well.
+            lost = masked_columns.all(dim=1) & self._rows_where(lambda row: any(row.weights))
         else:
-            masked_columns = ids == -1
+            # A router of one's own may give -1 itself; that is no mask.
+            masked_columns = (ids == -1) & ~self._rows_where(lambda row: -1 in row.ids).unsqueeze(1)
             stays_in = ~masked_columns
-        self._routed_columns = ~masked_columns
+            lost = masked_columns.any(dim=1)
+        self._masked_columns = masked_columns
         self._leaked = _numbers(~real & stays_in.any(dim=1))
-        # A HIP row is taken out by zero weights alone, and a true weight may be zero as well.
-        lost = masked_columns.all(dim=1) & self._has_weight() if self._hip else masked_columns.any(dim=1)
         self._lost = _numbers(real & lost)
-        self.near_ties = 0
+        self.ambiguous = 0
         self._rerouted = self._find_rerouted()
 
     def _check_form(self) -> None:
@@ -128,45 +142,56 @@ class _ShardJudge:
             problem = f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)}, not {shape}"
         elif ids.dtype not in (torch.int32, torch.int64):
             problem = f"ids of {ids.dtype}, not int32 or int64"
-        elif not weights.dtype.is_floating_point:
-            problem = f"weights of {weights.dtype}, not a floating type"
+        elif weights.dtype not in WEIGHT_DTYPES:
+            problem = f"weights of {weights.dtype}, not {', '.join(map(str, WEIGHT_DTYPES))}"
         if problem:
             raise NotVerifiedError(
                 f"engine {self._engine}: DP rank {self._shard.dp_rank}, attention-TP rank "
                 f"{self._shard.attn_tp_rank} gave {problem}"
             )
 
-    def _has_weight(self) -> torch.Tensor:
-        """[R] bool: real rows that the truth gives any weight."""
+    def _rows_where(self, holds: Callable[[RowTruth], bool]) -> torch.Tensor:
+        """[R] bool: real rows of which the truth says so."""
         rows = zip(self._shard.rows, self._shard.real, strict=True)
-        return torch.tensor(
-            [real and any(self._routing[row].weights) for row, real in rows], dtype=torch.bool
-        )
+        return torch.tensor([real and holds(self._routing[row]) for row, real in rows], dtype=torch.bool)
 
     def _find_rerouted(self) -> list[int]:
         lost = set(self._lost)
         real = [i for i, is_real in enumerate(self._shard.real) if is_real and i not in lost]
-        dtype = self._seen.topk_weights.dtype
-        tolerance = max(32 * torch.finfo(dtype).eps, 1e-5)
+        near = _near(self._promised_dtype())
         rerouted = []
         ids, weights = self._seen.topk_ids[real].tolist(), self._seen.topk_weights[real].double().tolist()
         for i, row_ids, row_weights in zip(real, ids, weights, strict=True):
             row = self._routing[self._shard.rows[i]]
             logical = [self._logical(physical) for physical in row_ids]
-            if not _same_routing(row, logical, row_weights, tolerance):
-                if row.margin < TIE:
-                    self.near_ties += 1
-                else:
-                    rerouted.append(i)
+            if row.ambiguous:
+                self.ambiguous += 1
+                continue
+            if row.tied:
+                routed = [expert for expert in logical if expert < self._case.scenario.experts]
+                row = another_choice(row, routed, self._case.scenario) or row
+            if not _same_routing(row, logical, row_weights, near):
+                rerouted.append(i)
         return rerouted
 
+    def _promised_dtype(self) -> torch.dtype:
+        """Of the weights: what the scenario says, or for a router of one's own what was seen."""
+        scenario = self._case.scenario
+        if scenario.branch != "custom":
+            return torch.float32
+        if scenario.router not in ROUTER_NAMES:
+            return self._seen.topk_weights.dtype
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+            scenario.weight_dtype
+        ]
+
     def _logical(self, physical: int) -> int:
-        """The logical expert of a physical id; shared experts follow the logical ones; -1 for no expert."""
+        """The logical expert of a physical id; shared experts follow the logical ones; others stay as they are."""
         if 0 <= physical < self._num_physical:
             return self._case.layer.physical_to_logical[physical]
         if self._num_physical <= physical < self._num_ids:
             return self._case.scenario.experts + physical - self._num_physical
-        return -1
+        return physical
 
     def outcome(self) -> RankOutcome:
         return RankOutcome(
@@ -181,15 +206,15 @@ class _ShardJudge:
         """Routes that carry weight to each logical expert; a replicated forward is counted on one rank only."""
         if not self._case.plan.sharded and self._shard.attn_tp_rank:
             return Counter()
-        used = self._seen.topk_ids[self._routed_columns].tolist()
-        return Counter(logical for logical in map(self._logical, used) if logical >= 0)
+        used = self._seen.topk_ids[~self._masked_columns].tolist()
+        return Counter(map(self._logical, used))
 
     def findings(self) -> list[Finding]:
         """Everything about this shard alone; counts are explained for the whole DP rank elsewhere."""
         found = []
-        ids, weights = self._seen.topk_ids, self._seen.topk_weights
+        case, ids, weights = self._case, self._seen.topk_ids, self._seen.topk_weights
         shard, platform = self._shard, "zero weights" if self._hip else "id -1"
-        if self._seen.error:
+        if self._seen.error is not None:
             text = f"raised when given num_token_non_padded: {self._seen.error}"
             found.append(self._finding("PAD004", text, seen=self._seen.error))
         if self._leaked:
@@ -208,7 +233,7 @@ class _ShardJudge:
         reach[self._leaked] = True
         if self._hip:
             reach[self._lost] = False
-        sentinel = torch.zeros_like(ids, dtype=torch.bool) if self._hip else ids == -1
+        sentinel = torch.zeros_like(ids, dtype=torch.bool) if self._hip else self._masked_columns
         outside = ((ids < 0) | (ids >= self._num_ids)) & ~sentinel
         duplicate = _duplicates(ids, sentinel | outside)
         non_finite = ~weights.isfinite() & ~sentinel
@@ -229,12 +254,19 @@ class _ShardJudge:
                     )
                 )
         if self._rerouted:
-            expected = [list(self._routing[row].ids) for row in self._rows(self._rerouted)[:MOST_ROWS_QUOTED]]
             text = (
                 f"{_plural(self._rerouted, 'real row has', 'real rows have')} other experts or weights than "
-                "the row's own logits give"
             )
-            seen = self._quote(self._rerouted)
+            if case.routing_function is None or case.scenario.router in ROUTER_NAMES:
+                text += "the row's own logits give"
+            else:
+                text += (
+                    "the router gives that row alone: it looks at other rows (PAD011), or the engine is wrong"
+                )
+            expected = [self._truth_of(i) for i in self._rerouted[:MOST_ROWS_QUOTED]]
+            seen = [
+                {**row, "ids": [self._logical(i) for i in row["ids"]]} for row in self._quote(self._rerouted)
+            ]
             found.append(self._finding("PAD019", text, self._rerouted, expected=expected, seen=seen))
         return found + self._count_findings()
 
@@ -245,22 +277,28 @@ class _ShardJudge:
             text = f"count {count} where the shard has {rows} rows"
             found.append(self._finding("PAD017", text, expected=f"0 to {rows}", seen=count))
         if self._case.plan.ranks[self._shard.dp_rank].num_tokens == 0 and (count or self._leaked):
-            text = f"an idle DP rank has count {count} and {len(self._leaked)} routed rows"
+            read = "no count" if count is None else f"count {count}"
+            text = f"an idle DP rank has {read}, {len(self._leaked)} rows routed"
             found.append(self._finding("PAD018", text, self._leaked, expected=0, seen=count))
         return found
 
     def _rows(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._shard.rows[i] for i in numbers)
 
-    def _quote(self, numbers: Sequence[int]) -> list[dict[str, object]]:
-        """The first rows as evidence; weights as text where JSON has no number for them."""
-        quoted = []
-        for i in numbers[:MOST_ROWS_QUOTED]:
-            weights = [w if math.isfinite(w) else str(w) for w in self._seen.topk_weights[i].tolist()]
-            quoted.append(
-                {"row": self._shard.rows[i], "ids": self._seen.topk_ids[i].tolist(), "weights": weights}
+    def _quote(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The first rows as evidence, with physical ids."""
+        return [
+            _row_as_json(
+                self._shard.rows[i], self._seen.topk_ids[i].tolist(), self._seen.topk_weights[i].tolist()
             )
-        return quoted
+            for i in numbers[:MOST_ROWS_QUOTED]
+        ]
+
+    def _truth_of(self, number: int) -> dict[str, Any]:
+        """What a real row should have, with logical ids."""
+        row = self._shard.rows[number]
+        truth = self._routing[row]
+        return _row_as_json(row, truth.ids, truth.weights)
 
     def _finding(
         self,
@@ -284,6 +322,11 @@ class _ShardJudge:
         )
 
 
+def _row_as_json(row: int, ids: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
+    """Weights are text where JSON has no number for them."""
+    return {"row": row, "ids": list(ids), "weights": [w if math.isfinite(w) else str(w) for w in weights]}
+
+
 def _plural(rows: Sequence[int], one: str, many: str) -> str:
     return f"{len(rows)} {one if len(rows) == 1 else many}"
 
@@ -300,12 +343,20 @@ def _duplicates(ids: torch.Tensor, no_expert: torch.Tensor) -> torch.Tensor:
     return again & ~no_expert.gather(1, order.indices)
 
 
-def _same_routing(row: RowTruth, ids: Sequence[int], weights: Sequence[float], tolerance: float) -> bool:
+def _near(dtype: torch.dtype) -> tuple[float, float]:
+    """How far a weight of this dtype may be from the truth, relative and absolute: two roundings."""
+    limits = torch.finfo(dtype)
+    return max(2 * limits.eps, 1e-5), 2 * limits.smallest_normal * limits.eps
+
+
+def _same_routing(
+    row: RowTruth, ids: Sequence[int], weights: Sequence[float], near: tuple[float, float]
+) -> bool:
     """Whether the columns hold the row's experts, each with its weight, in any order."""
     expected = sorted(zip(row.ids, row.weights, strict=True))
     seen = sorted(zip(ids, weights, strict=True))
     return [expert for expert, _ in expected] == [expert for expert, _ in seen] and all(
-        math.isclose(want, got, rel_tol=tolerance, abs_tol=tolerance * 1e-3) or (want != want and got != got)
+        math.isclose(want, got, rel_tol=near[0], abs_tol=near[1]) or (want != want and got != got)
         for (_, want), (_, got) in zip(expected, seen, strict=True)
     )
 
@@ -334,7 +385,7 @@ def _judge_counts(
                         attn_tp_rank=shard.attn_tp_rank,
                         expected=expected,
                         seen=counts,
-                        message=f"count {got} where {want} rows are real; {why}",
+                        message=f"count {got}, real rows {want}: {why}",
                     )
                 )
     return found

@@ -11,6 +11,7 @@ The formulas are those of SGLang's ``forward_batch_info.py`` (0.5.17), which cut
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Shard:
     """Rows ``[row_start, row_end)`` of a DP rank's padded batch, owned by one attention-TP rank.
 
     ``real_rows`` is counted from the bounds. ``count_bucket`` and ``count_raw`` are the floor formula on
-    B and on L: what a fixed engine and a pre-fix one write into ``num_token_non_padded``.
+    B and on L: what a fixed engine and a pre-fix one write into ``num_token_non_padded``. A replicated forward
+    has n for the first; a pre-fix engine knew none, so that the second is localised all the same.
     """
 
     dp_rank: int
@@ -137,8 +139,9 @@ def raw_lengths(
 
 
 def choose_bucket(length: int, buckets: Sequence[int]) -> int | None:
-    """The smallest captured size >= ``length``, or None where all are shorter."""
-    return min((size for size in buckets if size >= length), default=None)
+    """The smallest of ``buckets``, ascending, that is >= ``length``; None where all are shorter."""
+    place = bisect.bisect_left(buckets, length)
+    return buckets[place] if place < len(buckets) else None
 
 
 def plan_padding(
@@ -150,6 +153,7 @@ def plan_padding(
     align: int = 1,
     dp_padding: DpPadding = "max-len",
     max_padding_factor: float | None = None,
+    gathered: bool = True,
     sharded: bool = True,
     uneven: bool = False,
 ) -> PaddingPlan:
@@ -157,7 +161,9 @@ def plan_padding(
 
     ``tokens`` holds n of each DP rank (0: idle). ``raw_length`` overrides L of every DP rank.
     ``max_padding_factor`` is the eager fallback: no graph where the bucket is more than that many times L.
-    ``uneven`` cuts the shards as ``torch.tensor_split`` does; the two counts stay the floor formula's.
+    ``gathered`` is False where no count is localised (no gathered buffer, or prefill CP); all ranks then hold
+    all rows, as they do where ``sharded`` is False. ``uneven`` cuts the shards as ``torch.tensor_split`` does;
+    the two counts stay the floor formula's.
 
     Raises:
         PlanError: a number out of range, a raw length shorter than a rank's tokens, or no bucket that holds L.
@@ -170,9 +176,11 @@ def plan_padding(
         if raw_length < longest:
             raise PlanError("raw_length", f"{raw_length} is smaller than the {longest} tokens of a DP rank")
         lengths = (raw_length,) * len(tokens)
+    sharded = sharded and gathered
+    captured = sorted(set(buckets))
     ranks = []
     for dp_rank, (num_tokens, length) in enumerate(zip(tokens, lengths, strict=True)):
-        bucket = choose_bucket(length, buckets)
+        bucket = choose_bucket(length, captured)
         if bucket is None:
             raise PlanError(
                 "buckets" if len(buckets) > 1 else "bucket",
@@ -183,7 +191,15 @@ def plan_padding(
         rows = length if eager else bucket
         shards = tuple(
             _shard(
-                dp_rank, attn_tp_rank, num_tokens, length, rows, attn_tp_size, sharded=sharded, uneven=uneven
+                dp_rank,
+                attn_tp_rank,
+                num_tokens,
+                length,
+                rows,
+                attn_tp_size,
+                gathered=gathered,
+                sharded=sharded,
+                uneven=uneven,
             )
             for attn_tp_rank in range(attn_tp_size)
         )
@@ -199,6 +215,7 @@ def _shard(
     rows: int,
     attn_tp_size: int,
     *,
+    gathered: bool,
     sharded: bool,
     uneven: bool,
 ) -> Shard:
@@ -210,9 +227,9 @@ def _shard(
         )
     count_bucket, count_raw = (
         compute_local_num_token_non_padded_cpu(
-            num_tokens, cut_from, attn_tp_size=attn_tp_size, attn_tp_rank=attn_tp_rank, sharded=sharded
+            num_tokens, cut_from, attn_tp_size=attn_tp_size, attn_tp_rank=attn_tp_rank, sharded=localises
         )
-        for cut_from in (rows, raw_length)
+        for cut_from, localises in ((rows, sharded), (raw_length, gathered))
     )
     real_rows = min(max(num_tokens - start, 0), size)
     return Shard(dp_rank, attn_tp_rank, start, start + size, real_rows, count_bucket, count_raw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from repro.findings import Finding
@@ -20,10 +20,11 @@ Status = Literal["ok", "findings", "not-verified"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``status`` and the exit code that goes with it; ``lines`` say in words what was seen."""
+    """``status`` and the exit code that goes with it, in a few words (``summary``) and in lines."""
 
     status: Status
     exit_code: int
+    summary: str = ""
     lines: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
 
@@ -45,7 +46,8 @@ class View:
 class Report:
     """``tables`` is the whole data, keyed by table name; ``views`` is what the text formats print.
 
-    ``main_table`` names the table that ``--format csv`` writes.
+    ``main_table`` names the table that ``--format csv`` writes. ``blamed`` are the findings that count against
+    the verdict: not those of the side before a fix. ``page`` is text in Markdown, all that there is to print.
     """
 
     command: str
@@ -56,7 +58,9 @@ class Report:
     main_table: str
     verdict: Verdict
     views: tuple[View, ...] = ()
-    heading: tuple[str, ...] = field(default=())
+    heading: tuple[str, ...] = ()
+    page: str = ""
+    blamed: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of ``--format json``: DESIGN section 5's keys, tables whole."""

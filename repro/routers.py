@@ -10,7 +10,8 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -27,6 +28,11 @@ from repro.errors import FieldError, one_line
 __all__ = ["ROUTER_NAMES", "RouterError", "RoutingFunction", "call_router", "load_router"]
 
 Routed = tuple[Tensor, Tensor]
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Everything that a user's code may raise, a request to exit among it; only Ctrl-C is not its own.
+_ANY = (Exception, SystemExit, GeneratorExit)
 
 _SOFTCAP = 30.0
 _SPARSE_MIXER_EPS = 0.01
@@ -177,6 +183,8 @@ def load_router(
         function = attrgetter(attribute)(module)
     except AttributeError:
         raise RouterError(f"{spec}: {source} has no {attribute!r}; {_functions_of(module)}") from None
+    except _ANY as err:
+        raise RouterError(f"{spec}: looking up {attribute!r} raised {one_line(err)}") from err
     if not callable(function):
         raise RouterError(f"{spec}: {attribute} is a {type(function).__name__}; give a function")
     return cast(RoutingFunction, function)
@@ -197,15 +205,28 @@ def call_router(
         RouterError: the function raised (which is then the cause), or returned something else.
     """
     try:
-        answer: Any = function(
-            hidden_states=hidden_states, gating_output=gating_output, topk=topk, renormalize=renormalize
-        )
-    except Exception as err:
+        with _torch_undisturbed():
+            answer: Any = function(
+                hidden_states=hidden_states, gating_output=gating_output, topk=topk, renormalize=renormalize
+            )
+    except _ANY as err:
         raise RouterError(f"{name} raised {one_line(err)}") from err
     problem = _breach(answer, gating_output, topk)
     if problem:
         raise RouterError(f"{name} {problem}")
     return cast(Routed, answer)
+
+
+@contextmanager
+def _torch_undisturbed() -> Iterator[None]:
+    """Puts back the global settings of torch that a user's code may leave changed for everybody."""
+    dtype, device, grad = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None if device.type == "cpu" else device)
+        torch.set_grad_enabled(grad)
 
 
 def _breach(answer: Any, gating_output: Tensor, topk: int) -> str:
@@ -214,13 +235,14 @@ def _breach(answer: Any, gating_output: Tensor, topk: int) -> str:
         size = f" of {len(answer)}" if isinstance(answer, tuple) else ""
         return f"returned a {type(answer).__name__}{size}; {wanted}"
     for value in answer:
-        if not isinstance(value, Tensor):
-            return f"returned a {type(value).__name__} in its tuple; {wanted}"
+        # A subclass may do anything when it is looked at.
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return f"returned a {type(value).__name__} in its tuple that is no plain tensor; {wanted}"
     weights, ids = answer
     if ids.is_floating_point() and not weights.is_floating_point():
         return "returned (ids, weights); give (weights, ids)"
-    if not weights.is_floating_point():
-        return f"returned weights of {weights.dtype}; give a floating dtype"
+    if weights.dtype not in WEIGHT_DTYPES:
+        return f"returned weights of {weights.dtype}; give {', '.join(map(str, WEIGHT_DTYPES))}"
     if ids.dtype not in (torch.int32, torch.int64):
         return f"returned ids of {ids.dtype}; give int32 or int64"
     shape = (gating_output.shape[0], topk)
@@ -258,14 +280,15 @@ def _functions_of(module: ModuleType) -> str:
 
 def _import_module(spec: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with _torch_undisturbed():
+            return importlib.import_module(name)
     except ModuleNotFoundError as err:
         if err.name and (name == err.name or name.startswith(f"{err.name}.")):
             raise RouterError(
                 f"{spec}: no module {err.name!r} can be imported; install it, or give path/file.py:function"
             ) from err
         raise RouterError(f"{spec}: importing {name} raised {one_line(err)}") from err
-    except (Exception, SystemExit) as err:
+    except _ANY as err:
         raise RouterError(f"{spec}: importing {name} raised {one_line(err)}") from err
 
 
@@ -280,8 +303,9 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     # serve an older text of it. Listed before it runs, because dataclasses look their module up.
     sys.modules[module.__name__] = module
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102
-    except (Exception, SystemExit) as err:
+        with _torch_undisturbed():
+            exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102
+    except _ANY as err:
         sys.modules.pop(module.__name__, None)
         raise RouterError(f"{spec}: running {path} raised {one_line(err)}") from err
     return module

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from repro.batch import PaddedBatch
-from repro.case import Case, Fault, make_case
+from repro.case import Case, Fault, make_case, route_alone
 from repro.engines import Engine, Observation
+from repro.errors import NotVerifiedError
 from repro.findings import Finding
-from repro.judge import Judgement, judge, row_ranges
-from repro.report import Row, Verdict
-from repro.routers import ROUTER_NAMES, call_router
+from repro.judge import Judgement, judge, row_ranges, rows_of
+from repro.report import Row, Status, Verdict
+from repro.routers import ROUTER_NAMES, RouterError
 from repro.scenario import Scenario
-from repro.truth import RouteAlone, Truth, find_truth
+from repro.truth import Truth, find_truth
 
 # What shows that a fault happened, beside other findings that a scenario may have.
 _SIGNS: dict[str, tuple[frozenset[str], ...]] = {
@@ -22,16 +22,17 @@ _SIGNS: dict[str, tuple[frozenset[str], ...]] = {
 }
 
 
+# Branches of select_experts that refused the count before the fix; the fix reached the first of them.
+REFUSING_BRANCHES = ("custom", "torch-native")
+
+
 @dataclass(frozen=True)
 class Side:
-    """One engine's part of a case."""
+    """One engine's part of a case. ``label`` tells it from the other side where both are the same engine."""
 
+    label: str
     observation: Observation
     judgement: Judgement
-
-    @property
-    def engine(self) -> str:
-        return self.observation.engine
 
 
 @dataclass(frozen=True)
@@ -62,36 +63,24 @@ def run_case(
     """Observe one case on both engines and judge both.
 
     Raises:
-        RouterError: the scenario's router cannot be loaded, raises, or breaks its contract.
+        RouterError: the scenario's router cannot be loaded, or cannot route a real row on its own.
         NotVerifiedError: an engine gave nothing that could be judged.
     """
     case = make_case(scenario, fault, device)
-    truth = find_truth(case.scenario, case.plan, case.batches, case.layer, _route_alone(case))
+    truth = find_truth(case.scenario, case.plan, case.batches, case.layer, route_alone(case))
+    same = before.name == after.name
     sides = []
-    for engine in (before, after):
-        observation = engine.observe(case)
-        sides.append(Side(observation, judge(case, truth, observation)))
+    for engine, when in ((before, "before"), (after, "after")):
+        try:
+            observation = engine.observe(case)
+        except RouterError as err:
+            raise NotVerifiedError(
+                f"{engine.name}: the router gave every real row a route of its own, but not the padded batch: "
+                f"{err.problem}"
+            ) from err
+        label = f"{engine.name} ({when})" if same else engine.name
+        sides.append(Side(label, observation, judge(case, truth, observation, label)))
     return CaseRun(case, truth, *sides)
-
-
-def _route_alone(case: Case) -> RouteAlone | None:
-    """A user's own routing function asked for one row at a time, so that no other row can have a say."""
-    function = case.routing_function
-    if function is None or case.scenario.router in ROUTER_NAMES:
-        return None
-
-    def one_row(batch: PaddedBatch, row: int) -> tuple[list[int], list[float]]:
-        weights, ids = call_router(
-            function,
-            batch.hidden_states[row : row + 1].clone(),
-            batch.router_logits[row : row + 1].clone(),
-            case.scenario.top_k,
-            case.scenario.renormalize,
-            name=case.scenario.router,
-        )
-        return ids[0].tolist(), weights[0].tolist()
-
-    return one_row
 
 
 def find_changes(runs: Sequence[CaseRun]) -> tuple[Change, ...]:
@@ -101,9 +90,17 @@ def find_changes(runs: Sequence[CaseRun]) -> tuple[Change, ...]:
         before = {_key(f): f for f in run.before.judgement.findings}
         after = {_key(f): f for f in run.after.judgement.findings}
         changes += [Change("fixed", f) for key, f in before.items() if key not in after]
-        changes += [Change("remaining" if key in before else "introduced", f) for key, f in after.items()]
+        changes += [
+            Change("remaining" if _no_worse(f, before.get(key)) else "introduced", f)
+            for key, f in after.items()
+        ]
     order = ("fixed", "introduced", "remaining")
     return tuple(sorted(changes, key=lambda change: order.index(change.change)))
+
+
+def _no_worse(after: Finding, before: Finding | None) -> bool:
+    """Whether a finding was there already, on all of its rows."""
+    return before is not None and rows_of(after.rows) <= rows_of(before.rows)
 
 
 def _key(finding: Finding) -> tuple[str, str, int | None, int | None]:
@@ -123,7 +120,7 @@ def run_tables(runs: Sequence[CaseRun]) -> dict[str, list[Row]]:
                         tables["masked_rows"].append(
                             {
                                 "fault": fault,
-                                "engine": side.engine,
+                                "engine": side.label,
                                 "dp_rank": outcome.dp_rank,
                                 "attn_tp_rank": outcome.attn_tp_rank,
                                 "kind": kind,
@@ -171,76 +168,131 @@ def _local_counts(run: CaseRun) -> list[Row]:
     return rows
 
 
-def reproduced(run: CaseRun) -> bool:
-    """Whether the before side shows the fault that the case looks for."""
-    codes = {finding.code for finding in run.before.judgement.findings}
-    return all(codes & signs for signs in _SIGNS[run.case.fault])
+def shows_fault(fault: Fault, side: Side) -> bool:
+    """Whether a side's findings have what the fault is known by."""
+    codes = {finding.code for finding in side.judgement.findings}
+    return all(codes & signs for signs in _SIGNS[fault])
 
 
 def repro_verdict(runs: Sequence[CaseRun]) -> Verdict:
     """0 where every fault shows before and nothing is found after; else 1."""
     lines: list[str] = []
-    good = True
-    for run in runs:
-        shown, gone = reproduced(run), not run.after.judgement.findings
-        good &= shown and gone
-        state = "reproduced" if shown else f"did not reproduce: {_why_not(run)}"
-        lines.append(f"fault {run.case.fault}: before, {run.before.engine}: {state}: {_seen(run.before)}")
-        state = "gone" if gone else "did not hold"
-        lines.append(f"fault {run.case.fault}: after, {run.after.engine}: {state}: {_seen(run.after)}")
-    headline = (
-        "every fault shows before the fix, and nothing is found after it"
-        if good
-        else "a fault does not show before the fix, or something is found after it"
-    )
-    return _verdict(good, [headline, *lines], runs)
+    shown = [shows_fault(run.case.fault, run.before) and not _blind(run.case) for run in runs]
+    clean = [not run.after.judgement.findings for run in runs]
+    for run, was_shown, is_clean in zip(runs, shown, clean, strict=True):
+        fault = run.case.fault
+        state = "reproduced" if was_shown else f"did not reproduce, {_why_not(run)}"
+        lines.append(f"fault {fault}: before, {run.before.label}: {state}: {_seen(run, run.before)}")
+        if is_clean:
+            state = "gone" if was_shown else "not there either"
+        else:
+            state = "still there" if shows_fault(fault, run.after) else "gone, but something else is found"
+        lines.append(f"fault {fault}: after, {run.after.label}: {state}: {_seen(run, run.after)}")
+    if all(shown) and all(clean):
+        return _verdict("reproduced before the fix, gone after it", 0, lines, runs)
+    missing = [run.case.fault for run, was_shown in zip(runs, shown, strict=True) if not was_shown]
+    dirty = [run.case.fault for run, is_clean in zip(runs, clean, strict=True) if not is_clean]
+    parts = [f"not reproduced: {', '.join(missing)}"] if missing else []
+    parts += [f"findings after the fix: {', '.join(dirty)}"] if dirty else []
+    return _verdict("; ".join(parts), 1, lines, runs)
 
 
 def compare_verdict(runs: Sequence[CaseRun]) -> Verdict:
     """0 where the after side has no finding; else 1."""
     changes = find_changes(runs)
     number = {kind: sum(c.change == kind for c in changes) for kind in ("fixed", "introduced", "remaining")}
-    good = not (number["introduced"] or number["remaining"])
-    headline = f"{runs[0].after.engine}: {'no finding' if good else 'findings'} in this scenario"
-    lines = [f"fault {run.case.fault}: {side.engine}: {_seen(side)}" for run in runs for side in run.sides]
-    numbers = ", ".join(f"{count} {kind}" for kind, count in number.items())
-    return _verdict(good, [f"{headline} ({numbers})", *lines], runs)
-
-
-def _verdict(good: bool, lines: Sequence[str], runs: Sequence[CaseRun]) -> Verdict:
-    not_checked = [text for run in runs for side in run.sides for text in side.judgement.not_checked]
-    not_checked += [f"fault {run.case.fault}: {text}" for run in runs if (text := _blind(run.case))]
-    return Verdict(
-        "ok" if good else "findings", 0 if good else 1, tuple(lines), tuple(dict.fromkeys(not_checked))
+    lines = [
+        f"fault {run.case.fault}: {when}, {side.label}: {_seen(run, side)}"
+        for run in runs
+        for when, side in zip(("before", "after"), run.sides, strict=True)
+    ]
+    lines.append("findings: " + ", ".join(f"{count} {kind}" for kind, count in number.items()))
+    left = number["introduced"] + number["remaining"]
+    after = runs[0].after.label
+    summary = (
+        f"{after} has {left} findings in this scenario"
+        if left
+        else f"{after} has no finding in this scenario"
     )
+    return _verdict(summary, 1 if left else 0, lines, runs)
+
+
+def _verdict(summary: str, exit_code: int, lines: Sequence[str], runs: Sequence[CaseRun]) -> Verdict:
+    not_checked = [
+        f"{text} ({side.label})" for run in runs for side in run.sides for text in side.judgement.not_checked
+    ]
+    not_checked += [f"fault {run.case.fault}: {text}" for run in runs if (text := _blind(run.case))]
+    not_checked += [text for run in runs for text in _not_tried(run.case)]
+    unread = [text for run in runs for side in run.sides if (text := _counts_not_given(run.case, side))]
+    not_checked += unread
+    status: Status = "findings" if exit_code else "ok"
+    if unread and not exit_code:
+        status, exit_code, summary = "not-verified", 3, "not verified"
+    return Verdict(status, exit_code, summary, tuple(lines), tuple(dict.fromkeys(not_checked)))
+
+
+def _counts_not_given(case: Case, side: Side) -> str:
+    """A count case is about counts: a side that raised nothing and yet gave none has not been judged."""
+    ranks = [rank for rank in side.observation.ranks if rank.num_token_non_padded is None and not rank.error]
+    if case.fault != "count" or not ranks:
+        return ""
+    return f"fault count: {side.label} gave no count on {len(ranks)} ranks"
+
+
+def _not_tried(case: Case) -> list[str]:
+    """What a user's own routing function was not asked in this case."""
+    router, fill = case.asked_scenario.router, case.scenario.pad_fill
+    if router in ROUTER_NAMES:
+        return []
+    if case.scenario.branch != "custom":
+        return [
+            f"fault {case.fault}: runs on branch {case.scenario.branch}, where router {router} is not called"
+        ]
+    others = [other for other in ("nan", "inf") if other != fill]
+    return [f"router {router} with pads that hold {' or '.join(others)} (--pad-fill)"]
 
 
 def _blind(case: Case) -> str:
     """Why this scenario cannot tell an engine that has the fault from one that has not; empty where it can."""
-    plan = case.plan
-    replays = case.fault == "count" and plan.sharded and case.scenario.mode == "prefill"
+    plan, scenario = case.plan, case.scenario
+    if case.fault == "mask" and scenario.branch not in REFUSING_BRANCHES:
+        return f"branch {scenario.branch} took the count before the fix too"
+    if case.fault == "count" and scenario.mode == "decode" and not scenario.replicated:
+        return "decode graphs localised against the bucket before the fix too"
+    if case.fault == "count" and not scenario.gathered:
+        return "nothing localises the count here, before the fix or after it"
+    replays = case.fault == "count" and plan.sharded and scenario.mode == "prefill"
     if replays and all(rank.eager for rank in plan.ranks):
         return "every DP rank runs eagerly, so that no graph replays a count"
     if not any(shard.pad_rows for shard in plan.shards):
-        return "the scenario has no pad rows, so that none can leak"
+        return "no rank owns a pad row in this scenario, so that none can leak"
     if replays and all(shard.count_raw == shard.count_bucket for shard in plan.shards):
         return "raw length and bucket give every rank the same count here, so that either looks right"
     return ""
 
 
-def _seen(side: Side) -> str:
+def _seen(run: CaseRun, side: Side) -> str:
     """What happened to one engine, in one line."""
-    judgement = side.judgement
-    lost = sum(len(outcome.lost) for outcome in judgement.outcomes)
-    leaked = sum(len(outcome.leaked) for outcome in judgement.outcomes)
-    codes = dict.fromkeys(finding.code for finding in judgement.findings)
+    outcomes, shards = side.judgement.outcomes, run.truth.shards
+    real = sum(shard.num_token_non_padded for shard in shards)
+    rows = sum(len(shard.rows) for shard in shards)
+    lost, leaked = (sum(len(getattr(outcome, kind)) for outcome in outcomes) for kind in ("lost", "leaked"))
+    codes = dict.fromkeys(finding.code for finding in side.judgement.findings)
+    unowned = sum(
+        row < rank.num_tokens
+        for rank, rows_of_nobody in zip(run.case.plan.ranks, run.truth.unowned, strict=True)
+        for row in rows_of_nobody
+    )
+    no_rank = f", {unowned} real rows on no rank" if unowned else ""
     found = f" ({', '.join(codes)})" if codes else ", no finding"
-    return f"{lost} real rows masked, {leaked} pads routed{found}"
+    return f"{lost} of {real} real rows masked, {leaked} of {rows - real} pads routed{no_rank}{found}"
 
 
 def _why_not(run: CaseRun) -> str:
     if reason := _blind(run.case):
-        return reason
-    if run.case.fault == "count" and run.case.scenario.mode == "decode":
-        return "the decode registry localised against the bucket all along"
-    return f"{run.before.engine} does not have it in this scenario"
+        return f"since {reason}"
+    if run.case.fault == "count" and any(rank.error is not None for rank in run.before.observation.ranks):
+        return (
+            f"since {run.before.label} refused the count on branch {run.case.scenario.branch} and read none"
+        )
+    return f"since {run.before.label} does not have it in this scenario"

@@ -1,34 +1,37 @@
-"""A scenario: everything that decides a run, and nothing else. Reads and writes TOML and JSON; no torch."""
+"""A scenario: everything that decides a run, and nothing else. No torch."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
-from repro._files import read_bounded
-from repro.errors import FieldError, ScenarioError, ScenarioFileError
+from repro.errors import ScenarioError, shown
 from repro.plan import DpPadding, PaddingPlan, plan_padding
 
 DEFAULT_BUCKET = 64
 MAX_INT = 2**31 - 1  # num_token_non_padded is int32
-MAX_CELLS = 2**27  # rows x max(experts, hidden size) over all DP ranks: half a GiB of float32
 MAX_RANKS = 4096
-MAX_FILE_BYTES = 1 << 20
+MAX_NAME = 4096
+
+# What a run may cost, so that one that is asked for too large is refused and does not swallow the machine.
+MAX_CELLS = 2**25  # padded rows x (hidden size + experts): 128 MiB of float32, several times over while made
+MAX_ORACLE = 2**24  # real rows x experts, scored one by one in Python: about 10 s
+MAX_BUFFER_ROWS = 2**25  # rows of the graph buffers of all ranks
+MAX_ROUTES = 2**23  # rows of all ranks x ids of a row
 
 BRANCHES = ("custom", "grouped", "biased-grouped", "softmax", "sigmoid", "sqrt-softplus", "torch-native")
 ROUTERS = ("softmax", "sigmoid-top1", "softcap", "sparse-mixer", "grouped", "degenerate")
 PAD_FILLS = ("zeros", "constant", "random", "nan", "inf", "stale")
 
 
-def _option(default: Any, help_text: str, panel: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help_text, "panel": panel, "choices": choices})
+def _option(
+    default: Any, help_text: str, panel: str, choices: tuple[str, ...] = (), *, off_help: str = ""
+) -> Any:
+    """``off_help`` is the text of the ``--no-`` flag of a field that is True by default."""
+    metadata = {"help": help_text, "panel": panel, "choices": choices, "off_help": off_help}
+    return field(default=default, metadata=metadata)
 
 
 _BATCH, _ROUTING, _SERVER = "Batch", "Routing", "Server"
@@ -42,30 +45,53 @@ class Scenario:
         ScenarioError: a value of the wrong type, out of range, or in contradiction with another.
     """
 
-    tokens: tuple[int, ...] = _option((20, 13), "Real tokens of each DP rank; 0 is an idle rank.", _BATCH)
+    tokens: tuple[int, ...] = _option(
+        (20, 13), "Real tokens, one number for each DP rank; 0 is idle.", _BATCH
+    )
     attn_tp: int = _option(4, "Attention-TP size.", _SERVER)
-    bucket: int | None = _option(None, f"Captured size of the graph. (default: {DEFAULT_BUCKET})", _BATCH)
-    buckets: tuple[int, ...] = _option((), "Captured sizes; the smallest that fits is taken.", _BATCH)
+    bucket: int | None = _option(
+        None, f"Captured size of the graph, in rows. (default: {DEFAULT_BUCKET})", _BATCH
+    )
+    buckets: tuple[int, ...] = _option(
+        (), "Captured sizes, in rows; the smallest that fits is taken.", _BATCH
+    )
     raw_length: int | None = _option(
         None, "Padded length before the bucket. (default: from the tokens)", _BATCH
     )
     align: int = _option(1, "Extra multiple that lengths are aligned to, e.g. the prefill-CP size.", _SERVER)
     dp_padding: DpPadding = _option(
-        "max-len", "DP ranks padded to the longest, or each to its own.", _SERVER, ("max-len", "sum-len")
+        "max-len",
+        "MAX_LEN pads every DP rank to the longest, SUM_LEN leaves each its own length.",
+        _SERVER,
+        ("max-len", "sum-len"),
     )
     max_padding_factor: float | None = _option(
-        None, "Run eagerly where the bucket is more than this many times the length.", _SERVER
+        None, "Replay no graph where the bucket is more than this many times the length.", _SERVER
     )
-    replicated: bool = _option(False, "The forward is not sharded: all rows on every rank.", _SERVER)
+    replicated: bool = _option(
+        False, "The forward is not cut into shards: every rank holds all rows.", _SERVER
+    )
     require_gathered_buffer: bool = _option(
         True, "The DP path gathers, so that counts are local to a rank.", _SERVER
     )
-    enable_prefill_cp: bool = _option(False, "Prefill context parallelism: counts stay whole.", _SERVER)
-    mode: str = _option("prefill", "Which graph registry is used.", _BATCH, ("prefill", "decode"))
-    tokens_per_request: int = _option(1, "Rows of one request in decode (speculative: more than 1).", _BATCH)
-    pad_fill: str = _option("stale", "What the pad rows hold.", _BATCH, PAD_FILLS)
+    enable_prefill_cp: bool = _option(
+        False, "Prefill context parallelism: counts stay whole, and every rank holds all rows.", _SERVER
+    )
+    mode: str = _option("prefill", "Whose graphs are replayed.", _BATCH, ("prefill", "decode"))
+    tokens_per_request: int = _option(
+        1, "Rows of one request in decode; more than 1 with speculative decoding.", _BATCH
+    )
+    pad_fill: str = _option(
+        "stale",
+        "What the pad rows hold; stale is what an earlier, longer batch left there.",
+        _BATCH,
+        PAD_FILLS,
+    )
     platform: Literal["cuda", "hip"] = _option(
-        "cuda", "Whose mask: ids -1, or ids 0 with zero weights.", _ROUTING, ("cuda", "hip")
+        "cuda",
+        "Whose mask: cuda (NVIDIA) sets the ids of pad rows to -1, hip (AMD) to 0 with zero weights.",
+        _ROUTING,
+        ("cuda", "hip"),
     )
     branch: str = _option("custom", "Branch of select_experts.", _ROUTING, BRANCHES)
     router: str = _option(
@@ -77,7 +103,12 @@ class Scenario:
     top_k: int = _option(2, "Routed experts of a row.", _ROUTING)
     num_expert_group: int = _option(4, "Groups of experts, for grouped routing.", _ROUTING)
     topk_group: int = _option(2, "Groups that a row may choose from.", _ROUTING)
-    renormalize: bool = _option(True, "Weights of a row sum to one.", _ROUTING)
+    renormalize: bool = _option(
+        True,
+        "Make the weights of a row sum to one.",
+        _ROUTING,
+        off_help="Leave the weights of a row as scored.",
+    )
     routed_scaling_factor: float = _option(1.0, "Divides the shared experts' weight.", _ROUTING)
     num_fused_shared_experts: int = _option(0, "Shared experts appended as columns.", _ROUTING)
     eplb: Literal["none", "static", "dynamic"] = _option(
@@ -95,23 +126,16 @@ class Scenario:
         _check_types(self)
         _check_batch(self)
         _check_routing(self)
-        plan = self.plan()
-        cells = sum(rank.padded_num_tokens for rank in plan.ranks) * max(self.experts, self.hidden_size)
-        if cells > MAX_CELLS:
-            raise ScenarioError(
-                "tokens",
-                f"{cells:,} values (padded rows of all DP ranks x experts) are more than the {MAX_CELLS:,} "
-                "that a run holds; give fewer tokens, smaller buckets or fewer experts",
-            )
+        _check_cost(self)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         return self.buckets or (self.bucket or DEFAULT_BUCKET,)
 
     @property
-    def sharded(self) -> bool:
-        """Whether each attention-TP rank owns a part of the rows; else all ranks hold all of them."""
-        return self.require_gathered_buffer and not self.enable_prefill_cp and not self.replicated
+    def gathered(self) -> bool:
+        """Whether counts are localised to attention-TP ranks at all."""
+        return self.require_gathered_buffer and not self.enable_prefill_cp
 
     def plan(self) -> PaddingPlan:
         """The padding plan of the batch.
@@ -127,7 +151,8 @@ class Scenario:
             align=self.align,
             dp_padding=self.dp_padding,
             max_padding_factor=self.max_padding_factor,
-            sharded=self.sharded,
+            gathered=self.gathered,
+            sharded=not self.replicated,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,34 +176,6 @@ class Scenario:
         return "".join(lines)
 
 
-def read_scenario_values(path: Path) -> dict[str, Any]:
-    """The fields that a scenario file sets: TOML, or JSON where the text begins with ``{``.
-
-    Raises:
-        ScenarioFileError: unreadable, over 1 MiB, malformed, an unknown key, or a value no scenario can have;
-            with the line.
-    """
-    text = _read_text(path)
-    try:
-        values = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise ScenarioFileError(f"{path}: {err}") from err
-    known = [f.name for f in fields(Scenario)]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-            raise ScenarioFileError(f"{path}: {_line_of(text, name)}unknown key '{name}'; {hint}")
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
-    for name in values:
-        # One key at a time first, so that a bad value is told with its own line.
-        try:
-            _check_field(name, values[name])
-        except ScenarioError as err:
-            raise ScenarioFileError(f"{path}: {_line_of(text, name)}{err}") from err
-    return values
-
-
 def scenario_from_values(values: Mapping[str, Any]) -> Scenario:
     """A scenario of the fields in ``values`` as JSON spells them: lists for tuples.
 
@@ -192,41 +189,12 @@ def scenario_from_values(values: Mapping[str, Any]) -> Scenario:
     return Scenario(**given)
 
 
-def read_scenario(path: Path) -> Scenario:
-    """A scenario file as a Scenario; fields that it does not set keep their defaults.
-
-    Raises:
-        ScenarioFileError: as ``read_scenario_values``, or fields that contradict each other.
-    """
-    values = read_scenario_values(path)
-    try:
-        return scenario_from_values(values)
-    except FieldError as err:
-        raise ScenarioFileError(f"{path}: {err}") from err
-
-
-def _read_text(path: Path) -> str:
-    data = read_bounded(path, MAX_FILE_BYTES, ScenarioFileError)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as err:
-        raise ScenarioFileError(f"{path}: not UTF-8 text (byte {err.start})") from err
-
-
-def _line_of(text: str, name: str) -> str:
-    pattern = re.compile(rf"""^\s*(?:\[+\s*)?["']?{re.escape(name)}["']?\s*[=:\].]""")
-    for number, line in enumerate(text.splitlines(), 1):
-        if pattern.match(line):
-            return f"line {number}: "
-    return ""
-
-
 def _whole(least: int, most: int = MAX_INT) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
         if type(value) is not int:
-            raise ScenarioError(name, f"{value!r} is not a whole number")
+            raise ScenarioError(name, f"{shown(value)} is not a whole number")
         if not least <= value <= most:
-            raise ScenarioError(name, f"{value} is out of range; give {least} to {most}")
+            raise ScenarioError(name, f"{shown(value)} is out of range; give {least} to {most}")
 
     return check
 
@@ -236,28 +204,31 @@ def _whole_list(least: int) -> Callable[[str, Any], None]:
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, tuple):
-            raise ScenarioError(name, f"{value!r} is not a list of whole numbers, such as [20, 13]")
+            raise ScenarioError(name, f"{shown(value)} is not a list of whole numbers, such as [20, 13]")
         for item in value:
             one(name, item)
 
     return check
 
 
-def _positive(name: str, value: Any) -> None:
-    if type(value) not in (int, float):
-        raise ScenarioError(name, f"{value!r} is not a number")
-    if not (math.isfinite(value) and value > 0):
-        raise ScenarioError(name, f"{value} is out of range; give a finite number above 0")
+def _number(least: float, most: float) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if type(value) not in (int, float):
+            raise ScenarioError(name, f"{shown(value)} is not a number")
+        if not least <= value <= most:
+            raise ScenarioError(name, f"{shown(value)} is out of range; give {least:g} to {most:g}")
+
+    return check
 
 
 def _flag(name: str, value: Any) -> None:
     if type(value) is not bool:
-        raise ScenarioError(name, f"{value!r} is not true or false")
+        raise ScenarioError(name, f"{shown(value)} is not true or false")
 
 
 def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ScenarioError(name, f"{value!r} is not a name")
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > MAX_NAME:
+        raise ScenarioError(name, f"{shown(value)} is not a name of printable characters, {MAX_NAME} at most")
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
@@ -276,8 +247,9 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "redundant_experts": _whole(0, 65_536),
     "hidden_size": _whole(1, 65_536),
     "seed": _whole(0),
-    "max_padding_factor": _positive,
-    "routed_scaling_factor": _positive,
+    "max_padding_factor": _number(1, 1e6),
+    # Beyond these, a shared expert's weight leaves the range of float16.
+    "routed_scaling_factor": _number(0.01, 1000),
     "replicated": _flag,
     "require_gathered_buffer": _flag,
     "enable_prefill_cp": _flag,
@@ -287,11 +259,16 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 _FIELDS = {f.name: f for f in fields(Scenario)}
 
 
-def _check_field(name: str, value: Any) -> None:
+def check_field(name: str, value: Any) -> None:
+    """One field on its own.
+
+    Raises:
+        ScenarioError: a value of the wrong type or out of range.
+    """
     choices = _FIELDS[name].metadata["choices"]
     if choices:
         if value not in choices:
-            raise ScenarioError(name, f"{value!r} is not one of {', '.join(choices)}")
+            raise ScenarioError(name, f"{shown(value)} is not one of {', '.join(choices)}")
     else:
         _CHECKS[name](name, value)
 
@@ -300,7 +277,7 @@ def _check_types(scenario: Scenario) -> None:
     for name, definition in _FIELDS.items():
         value = getattr(scenario, name)
         if value is not None or definition.default is not None:
-            _check_field(name, value)
+            check_field(name, value)
 
 
 def _check_batch(s: Scenario) -> None:
@@ -315,15 +292,38 @@ def _check_batch(s: Scenario) -> None:
             for value in values:
                 if value % s.tokens_per_request:
                     raise ScenarioError(
-                        name, f"{value} rows are no multiple of the {s.tokens_per_request} tokens per request"
+                        name,
+                        f"{value} rows are no multiple of {s.tokens_per_request} tokens per request; count rows",
                     )
     elif s.tokens_per_request != 1:
-        raise ScenarioError("tokens_per_request", "means something in decode only; add mode decode")
+        raise ScenarioError("tokens_per_request", "means something in decode only; set mode to decode")
+
+
+def _check_cost(s: Scenario) -> None:
+    plan = s.plan()
+    padded = sum(rank.padded_num_tokens for rank in plan.ranks)
+    routes = sum(shard.rows for shard in plan.shards) * (s.top_k + s.num_fused_shared_experts)
+    for cost, most, what in (
+        (padded * (s.hidden_size + s.experts), MAX_CELLS, "padded rows x (experts + hidden size)"),
+        (sum(s.tokens) * s.experts, MAX_ORACLE, "tokens x experts"),
+        (padded * s.attn_tp, MAX_BUFFER_ROWS, "padded rows x attention-TP ranks"),
+        (routes, MAX_ROUTES, "rows of all ranks x experts of a row"),
+    ):
+        if cost > most:
+            raise ScenarioError(
+                "tokens",
+                f"{what} come to {cost:,}, more than the {most:,} that a run takes; "
+                "give fewer tokens, smaller buckets, fewer ranks or fewer experts",
+            )
 
 
 def _check_routing(s: Scenario) -> None:
     if s.top_k > s.experts:
         raise ScenarioError("top_k", f"{s.top_k} is more than the {s.experts} experts")
+    if s.branch != "custom" and s.router != ROUTERS[0]:
+        raise ScenarioError(
+            "router", f"is called on branch custom only, not on {s.branch}; leave one of them out"
+        )
     router = s.router if s.branch == "custom" else ""
     if s.branch in ("grouped", "biased-grouped") or router == "grouped":
         if s.experts % s.num_expert_group:
@@ -347,7 +347,7 @@ def _check_routing(s: Scenario) -> None:
             raise ScenarioError("top_k", f"router {name} chooses {needed} a row; give {needed}")
     if s.eplb == "none" and s.redundant_experts:
         raise ScenarioError(
-            "redundant_experts", "means something with a remap only; add eplb static or dynamic"
+            "redundant_experts", "means something with a remap only; set eplb to static or dynamic"
         )
     if s.eplb != "none" and s.branch == "torch-native":
         raise ScenarioError("eplb", "branch torch-native takes no remap")

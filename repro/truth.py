@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from repro.batch import MoeLayer, PaddedBatch
 from repro.plan import DpRankPlan, PaddingPlan
@@ -19,17 +19,24 @@ from repro.scenario import Scenario
 RouteAlone = Callable[[PaddedBatch, int], tuple[Sequence[int], Sequence[float]]]
 
 
+# Two scores closer than this, relative to their size, may fall either way in float32.
+TIE = 2e-6
+
+
 @dataclass(frozen=True)
 class RowTruth:
     """Routing of one real row: logical ``ids`` with their ``weights``, shared experts (id E + j) last.
 
-    ``margin`` is the smallest relative gap between a choice made and the best one not made; where it is within
-    rounding, another choice is as right.
+    ``tied`` are the experts, chosen or not, whose scores are at the cut within rounding: another choice among
+    them is as right, with the weights that ``scores`` (by expert, empty where nothing is tied) then give.
+    ``ambiguous`` is a row where rounding decides more than that, so that nothing can be said of its routing.
     """
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]
-    margin: float
+    tied: frozenset[int] = frozenset()
+    scores: tuple[float, ...] = ()
+    ambiguous: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def find_truth(
                 row = _route(scenario, layer, row_logits)
             else:
                 ids, weights = route_alone(batch, number)
-                row = RowTruth(tuple(ids), tuple(weights), math.inf)
+                row = RowTruth(tuple(ids), tuple(weights))
             rows.append(_with_shared_experts(row, scenario))
         routing.append(tuple(rows))
     shards, unowned = _owners(plan)
@@ -137,19 +144,19 @@ def _route(scenario: Scenario, layer: MoeLayer, logits: Sequence[float]) -> RowT
             return _pick(scores, scores, k, renormalize=scenario.renormalize)
         case "grouped":
             scores = _softmax(logits)
-            allowed, gap = _best_groups(scores, scenario, best_of=1)
+            allowed, tie = _best_groups(scores, scenario, best_of=1)
             choice = [x if expert in allowed else -math.inf for expert, x in enumerate(scores)]
-            return _pick(choice, scores, k, renormalize=scenario.renormalize, gap=gap)
+            return _pick(choice, scores, k, renormalize=scenario.renormalize, ambiguous=tie)
         case "biased-grouped":
             scores = [_sigmoid(x) for x in logits]
             biased = [x + b for x, b in zip(scores, layer.correction_bias or (), strict=True)]
-            allowed, gap = _best_groups(biased, scenario, best_of=2)
+            allowed, tie = _best_groups(biased, scenario, best_of=2)
             choice = [x if expert in allowed else -math.inf for expert, x in enumerate(biased)]
-            return _pick(choice, scores, k, renormalize=scenario.renormalize, gap=gap)
+            return _pick(choice, scores, k, renormalize=scenario.renormalize, ambiguous=tie)
         case "sparse-mixer":
             return _sparse_mixer(logits, renormalize=scenario.renormalize)
         case "degenerate":
-            return RowTruth(tuple(range(k)), (1 / k,) * k, math.inf)
+            return RowTruth(tuple(range(k)), (1 / k,) * k)
     raise ValueError(f"no description of the routing {method!r}; pass route_alone")
 
 
@@ -164,34 +171,59 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def _gap(chosen: float, passed_over: float) -> float:
-    """Relative distance of two scores, infinite where the second was no choice at all."""
-    if passed_over == -math.inf:
+def _gap(better: float, worse: float) -> float:
+    """Relative distance of two scores, infinite where the second is no choice at all."""
+    if worse == -math.inf:
         return math.inf
-    return (chosen - passed_over) / max(abs(chosen), abs(passed_over), 1e-30)
+    return (better - worse) / max(abs(better), abs(worse), 1e-30)
 
 
 def _pick(
-    choice: Sequence[float], scores: Sequence[float], k: int, *, renormalize: bool, gap: float = math.inf
+    choice: Sequence[float],
+    scores: Sequence[float],
+    k: int,
+    *,
+    renormalize: bool,
+    ambiguous: bool = False,
 ) -> RowTruth:
     """The k experts of highest ``choice``, weighted by ``scores``."""
     order = sorted(range(len(choice)), key=lambda expert: -choice[expert])
     ids = order[:k]
-    if k < len(order):
-        gap = min(gap, _gap(choice[order[k - 1]], choice[order[k]]))
+    weights = tuple(_weights(ids, scores, renormalize=renormalize))
+    if k == len(order) or _gap(choice[order[k - 1]], choice[order[k]]) >= TIE:
+        return RowTruth(tuple(ids), weights, ambiguous=ambiguous)
+    cut = choice[order[k - 1]]
+    tied = frozenset(e for e in order if _gap(max(choice[e], cut), min(choice[e], cut)) < TIE)
+    return RowTruth(tuple(ids), weights, tied, tuple(scores), ambiguous)
+
+
+def _weights(ids: Sequence[int], scores: Sequence[float], *, renormalize: bool) -> list[float]:
     total = sum(scores[expert] for expert in ids) if renormalize else 1.0
-    return RowTruth(tuple(ids), tuple(scores[expert] / total for expert in ids), gap)
+    return [scores[expert] / total for expert in ids]
 
 
-def _best_groups(scores: Sequence[float], scenario: Scenario, *, best_of: int) -> tuple[set[int], float]:
-    """The experts of the best groups; a group is as good as the sum of its ``best_of`` best experts."""
+def another_choice(row: RowTruth, ids: Sequence[int], scenario: Scenario) -> RowTruth | None:
+    """The row as it is right with ``ids`` for its routed experts; None where they are no choice of equals."""
+    routed = set(row.ids[: scenario.top_k])
+    chosen = set(ids)
+    if len(chosen) != len(ids) or len(ids) != len(routed) or not chosen ^ routed <= row.tied:
+        return None
+    weights = tuple(_weights(ids, row.scores, renormalize=scenario.renormalize))
+    return _with_shared_experts(RowTruth(tuple(ids), weights), scenario)
+
+
+def _best_groups(scores: Sequence[float], scenario: Scenario, *, best_of: int) -> tuple[set[int], bool]:
+    """The experts of the best groups, and whether another group is as good as the last of them.
+
+    A group is as good as the sum of its ``best_of`` best experts.
+    """
     size = len(scores) // scenario.num_expert_group
     members = [range(g * size, (g + 1) * size) for g in range(scenario.num_expert_group)]
     worth = [sum(sorted((scores[e] for e in group), reverse=True)[:best_of]) for group in members]
     order = sorted(range(len(members)), key=lambda group: -worth[group])
     cut = scenario.topk_group
-    gap = _gap(worth[order[cut - 1]], worth[order[cut]]) if cut < len(order) else math.inf
-    return {expert for group in order[:cut] for expert in members[group]}, gap
+    tie = cut < len(order) and _gap(worth[order[cut - 1]], worth[order[cut]]) < TIE
+    return {expert for group in order[:cut] for expert in members[group]}, tie
 
 
 def _sparse_mixer(logits: Sequence[float], *, renormalize: bool) -> RowTruth:
@@ -202,31 +234,30 @@ def _sparse_mixer(logits: Sequence[float], *, renormalize: bool) -> RowTruth:
     """
     ids: list[int] = []
     weights: list[float] = []
-    gap = math.inf
+    ambiguous = False
     for _ in range(2):
         left = [e for e in range(len(logits)) if e not in ids]
         order = sorted(left, key=lambda expert: -logits[expert])
         best = logits[order[0]]
-        if len(order) > 1:
-            gap = min(gap, _gap(best, logits[order[1]]))
+        ambiguous |= len(order) > 1 and _gap(best, logits[order[1]]) < TIE
         near = []
         for expert in left:
             scale = max(abs(logits[expert]), best)
             distance = (best - logits[expert]) / scale if scale else 0.0
-            gap = min(gap, abs(distance - 0.02))
+            ambiguous |= abs(distance - 0.02) < TIE
             if distance <= 0.02:
                 near.append(expert)
         ids.append(order[0])
         weights.append(1 / sum(math.exp(logits[expert] - best) for expert in near))
     total = sum(weights) if renormalize else 1.0
-    return RowTruth(tuple(ids), tuple(w / total for w in weights), gap)
+    return RowTruth(tuple(ids), tuple(w / total for w in weights), ambiguous=ambiguous)
 
 
 def _with_shared_experts(row: RowTruth, scenario: Scenario) -> RowTruth:
     shared = scenario.num_fused_shared_experts
     weight = sum(row.weights) / scenario.routed_scaling_factor
-    return RowTruth(
-        row.ids + tuple(scenario.experts + j for j in range(shared)),
-        row.weights + (weight,) * shared,
-        row.margin,
+    return replace(
+        row,
+        ids=row.ids + tuple(scenario.experts + j for j in range(shared)),
+        weights=row.weights + (weight,) * shared,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moepad_cli.app import main
-from repro.scenario import read_scenario
+from repro.scenario_file import read_scenario
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```console\n\$ moepad (.*)\n((?s:.*?))```\n", README)

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 _ENGINE_HELP = "prefix, fixed-mask, fixed-count, fixed, or a saved run: FILE.json, FILE.json#ENGINE."
 
 
-@with_output(save=True)
+@with_output(main_table="local_counts", save=True)
 @with_scenario
 def compare(
     *,

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
     app.command("explain")(explain)
 
 
-@with_output(checks=False)
+@with_output(main_table="catalogue", checks=False)
 def explain(
     code: Annotated[
         str | None,
@@ -41,7 +41,7 @@ def explain(
         main_table="catalogue",
         verdict=Verdict("ok", 0),
         views=(_list(kinds),) if code is None else (),
-        heading=() if code is None else (kinds[0].page.rstrip("\n"),),
+        page="" if code is None else kinds[0].page.rstrip("\n"),
     )
 
 
@@ -67,5 +67,9 @@ def _row(kind: FindingKind) -> Row:
 
 
 def _list(kinds: list[FindingKind]) -> View:
-    rows = [(kind.code, kind.name, textwrap.fill(kind.summary, 42)) for kind in kinds]
-    return View("", ("code", "name", "what it says"), rows, note="moepad explain CODE tells more of one.")
+    rows = [
+        (kind.code, kind.name, "yes" if kind.checked_by else "no", textwrap.fill(kind.summary, 34))
+        for kind in kinds
+    ]
+    note = "moepad explain CODE tells more of one. This version looks for those with yes."
+    return View("", ("code", "name", "looked\nfor", "what it says"), rows, note)

@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command("repro")(repro)
 
 
-@with_output(save=True)
+@with_output(main_table="local_counts", save=True)
 @with_scenario
 def repro(
     *,

@@ -62,7 +62,7 @@ _PARAMETERS = (
 
 def register(app: typer.Typer) -> None:
     add_parameters(shard_bounds, _PARAMETERS)
-    app.command("shard-bounds")(with_output(drawing=draw_strips)(shard_bounds))
+    app.command("shard-bounds")(with_output(main_table="shard_bounds", drawing=draw_strips)(shard_bounds))
 
 
 def shard_bounds(**given: Any) -> Report:
@@ -87,6 +87,7 @@ def shard_bounds(**given: Any) -> Report:
         verdict=_verdict(plan, findings),
         views=(_rank_view(plan), _sum_view(plan)),
         heading=(_heading(plan),),
+        blamed=findings,
     )
 
 
@@ -180,12 +181,19 @@ def _unowned(plan: PaddingPlan, rank: DpRankPlan) -> Finding:
 
 
 def _verdict(plan: PaddingPlan, findings: Sequence[Finding]) -> Verdict:
+    wrong = [rank for rank in plan.ranks if any(shard.count_raw != shard.real_rows for shard in rank.shards)]
+    number = len(plan.ranks)
+    reader = "an eager prefill" if all(rank.eager for rank in wrong) else "a prefill graph"
+    before = (
+        f"{reader} of a pre-fix engine reads wrong counts on {len(wrong)} of {number} DP ranks"
+        if wrong
+        else "pre-fix counts are right too, for this length and bucket"
+    )
     if findings:
-        return Verdict(
-            "findings", FINDINGS, (f"rows without an owner on {len(findings)} of {len(plan.ranks)} DP ranks",)
-        )
-    owned = "every padded row has one attention-TP rank that owns it"
-    return Verdict("ok", OK, (owned if plan.sharded else "every attention-TP rank holds all padded rows",))
+        summary = f"rows without an owner on {len(findings)} of {number} DP ranks"
+        return Verdict("findings", FINDINGS, summary, (before,))
+    owned = "every row has one owner" if plan.sharded else "every attention-TP rank holds all rows"
+    return Verdict("ok", OK, owned, (before,))
 
 
 def _heading(plan: PaddingPlan) -> str:
@@ -196,7 +204,7 @@ def _heading(plan: PaddingPlan) -> str:
 def _rank_view(plan: PaddingPlan) -> View:
     headings = (
         *("DP\nrank", "attn-TP\nrank", "rows\nowned", "real\nrows", "pad\nrows"),
-        *("bucket\ncount", "raw\ncount", "real\nmasked", "pads\nrouted"),
+        *("bucket\ncount", "raw\ncount", "lost", "leaked"),
     )
     rows = [
         (
@@ -206,14 +214,17 @@ def _rank_view(plan: PaddingPlan) -> View:
         )
         for shard in plan.shards
     ]
-    note = "real masked, pads routed: by a graph that reads the count localised against the raw length"
+    note = (
+        "bucket count: localised against the bucket, as the fix does; raw count: against the raw length\n"
+        "lost, leaked: real rows masked and pad rows routed by a graph that reads the raw count"
+    )
     return View("Rows and counts of each rank", headings, rows, note)
 
 
 def _sum_view(plan: PaddingPlan) -> View:
     headings = (
         *("DP\nrank", "real\ntokens", "raw\nlength", "padded\nrows", "eager", "bucket\ncounts"),
-        *("raw\ncounts", "real\nmasked", "pads\nrouted", "no\nowner"),
+        *("raw\ncounts", "lost", "leaked", "no\nowner"),
     )
     rows = [
         (
@@ -245,15 +256,14 @@ def _in_words(rank: DpRankPlan) -> list[str]:
 
 def _count_in_words(name: str, counts: Sequence[int], real: Sequence[int], rank: DpRankPlan) -> str:
     if list(counts) == list(real):
-        return f"{name} count {_runs(counts)} agrees with the real rows of every shard"
+        return f"{name} counts {_runs(counts)} are the real rows of every shard"
     masked = sum(max(right - count, 0) for count, right in zip(counts, real, strict=True))
     routed = sum(
         max(min(count, shard.rows) - shard.real_rows, 0)
         for count, shard in zip(counts, rank.shards, strict=True)
     )
-    return (
-        f"{name} count {_runs(counts)} against {_runs(real)}: {masked} real rows masked, {routed} pads routed"
-    )
+    harm = f"{masked} real rows masked, {routed} pads routed"
+    return f"{name} counts {_runs(counts)} where {_runs(real)} are real: {harm}"
 
 
 def _runs(counts: Sequence[int]) -> str:

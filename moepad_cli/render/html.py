@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moepad_cli.render.text import VERDICT_WORDS, alignments, cell, has_verdict, place_of, printable
+from moepad_cli.render.text import alignments, cell, on_one_line, place_of, printable
 from repro.report import Report
 
 
@@ -28,13 +28,14 @@ def render(report: Report) -> str:
             "title": view.title,
             "columns": list(zip(view.headings, alignments(view), strict=True)),
             "rows": [list(zip(map(cell, row), alignments(view), strict=True)) for row in view.rows],
-            "notes": view.note.splitlines(),
+            "notes": printable(view.note).splitlines(),
         }
         for view in report.views
     ]
     return template.render(
         report=report,
-        verdict=VERDICT_WORDS[report.verdict.status] if has_verdict(report) else "",
+        verdict=on_one_line(report.verdict.summary),
+        heading="\n".join(map(on_one_line, report.heading)),
         views=views,
         findings=[(finding, place_of(finding)) for finding in report.findings],
         scenario=[(name, json.dumps(value)) for name, value in report.scenario.items()],

@@ -1,12 +1,12 @@
 """JUnit XML: a test case for each fault and DP rank, one for the verdict, one for each thing not checked.
 
-A finding of severity ``error`` fails its case, unless the verdict is that all is as it should be (``repro``
-expects findings before the fix) or the comparison counts it as fixed. Other findings are the case's output.
+A finding that counts against the verdict fails its case. Others, such as those before a fix, are its output.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moepad_cli.render.text import finding_line
@@ -21,13 +21,13 @@ def render(report: Report) -> str:
     from xml.etree import ElementTree
 
     suite = ElementTree.Element("testsuite", name=_legal(f"moepad {report.command}"))
+    blamed = _by_case(report.blamed)
     for (fault, dp_rank), findings in _cases(report).items():
         classname = ".".join(part for part in ("moepad", report.command, fault) if part)
         case = _add(
             suite, "testcase", classname=classname, name="all ranks" if dp_rank is None else f"DP {dp_rank}"
         )
-        failing = [finding for finding in findings if _fails(report, finding)]
-        if failing:
+        if failing := blamed.get((fault, dp_rank), []):
             first = failing[0]
             failure = _add(
                 case, "failure", type=first.code, message=f"{first.code} {first.name}: {first.message}"
@@ -51,22 +51,14 @@ def _cases(report: Report) -> dict[tuple[str, int | None], list[Finding]]:
         for row in rows:
             if isinstance(dp_rank := row.get("dp_rank"), int):
                 cases.setdefault((str(row.get("fault", "")), dp_rank), [])
-    for finding in report.findings:
+    return cases | _by_case(report.findings)
+
+
+def _by_case(findings: Sequence[Finding]) -> dict[tuple[str, int | None], list[Finding]]:
+    cases: dict[tuple[str, int | None], list[Finding]] = {}
+    for finding in findings:
         cases.setdefault((finding.fault, finding.dp_rank), []).append(finding)
     return cases
-
-
-def _fails(report: Report, finding: Finding) -> bool:
-    if finding.severity != "error" or report.verdict.status == "ok":
-        return False
-    return not any(
-        row["change"] == "fixed"
-        and all(
-            row[name] == getattr(finding, name)
-            for name in ("code", "engine", "fault", "dp_rank", "attn_tp_rank", "rows")
-        )
-        for row in report.tables.get("finding_changes", ())
-    )
 
 
 def _add_verdict(suite: Element, report: Report) -> None:
@@ -74,9 +66,9 @@ def _add_verdict(suite: Element, report: Report) -> None:
     case = _add(suite, "testcase", classname=classname, name="verdict")
     text = "\n".join(report.verdict.lines)
     if report.verdict.status == "findings":
-        _add(case, "failure", type="verdict", message="findings").text = _legal(text)
+        _add(case, "failure", type="verdict", message=report.verdict.summary).text = _legal(text)
     elif report.verdict.status == "not-verified":
-        _add(case, "error", type="verdict", message="not verified").text = _legal(text)
+        _add(case, "error", type="verdict", message=report.verdict.summary).text = _legal(text)
     elif text:
         _add(case, "system-out").text = _legal(text)
     for number, reason in enumerate(report.verdict.not_checked, 1):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from repro.findings import Finding
 from repro.report import Cell, Report, View
 
 MAX_FINDING_LINES = 12
-VERDICT_WORDS = {"ok": "ok", "findings": "findings", "not-verified": "not verified"}
 
 
 def printable(text: str) -> str:
     """``text`` with control characters and lone surrogates as escapes; line breaks stay."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def on_one_line(text: str) -> str:
+    """``printable``, with line breaks as spaces: text of a user must not look like a line of the report."""
+    return printable(text).replace("\n", " ")
 
 
 def cell(value: Cell) -> str:
@@ -47,8 +52,17 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     lines = [finding_line(group[0], len(group) - 1) for group in groups[:MAX_FINDING_LINES]]
     left_out = sum(len(group) for group in groups[MAX_FINDING_LINES:])
     if len(lines) < len(findings):
-        lines.append(f"and {left_out} more; --format json has all" if left_out else "--format json has all")
+        lines.append(
+            (f"and {left_out} more; " if left_out else "") + f"--format json lists all {len(findings)}"
+        )
     return lines
+
+
+def findings_title(findings: Sequence[Finding]) -> str:
+    """``findings: 29 (28 prefix, 1 fixed)``"""
+    engines = Counter(finding.engine for finding in findings)
+    parts = ", ".join(f"{count} {engine}" for engine, count in engines.items())
+    return on_one_line(f"findings: {len(findings)} ({parts})")
 
 
 def finding_line(finding: Finding, alike: int = 0) -> str:
@@ -56,7 +70,7 @@ def finding_line(finding: Finding, alike: int = 0) -> str:
     more = f" (and {alike} more like it)" if alike else ""
     place = [f"{finding.engine}/{finding.fault}", place_of(finding)]
     where = " ".join(part for part in place if part)
-    return printable(f"{finding.code} {finding.name}  {where}: {finding.message}{more}").replace("\n", " ")
+    return on_one_line(f"{finding.code} {finding.name}  {where}: {finding.message}{more}")
 
 
 def place_of(finding: Finding) -> str:
@@ -67,4 +81,4 @@ def place_of(finding: Finding) -> str:
 
 def has_verdict(report: Report) -> bool:
     """False for a report that only tells something and judges nothing."""
-    return bool(report.verdict.lines) or report.verdict.status != "ok"
+    return bool(report.verdict.summary)

@@ -59,28 +59,26 @@ class BuiltinEngine:
             return torch.tensor([shard.count_bucket], dtype=torch.int32, device=case.device)
         if rank.eager:
             # No graph, no buffer: the forward reads the batch's own count, cut from the length it runs at.
-            return self._carried_count(case, rank, shard)
+            return self._carried_count(case, rank.num_tokens, rank.raw_length, shard.attn_tp_rank)
         return self._replayed_count(case, rank, shard)
 
     def _is_sharded(self, case: Case) -> bool:
         """Whether the engine takes a gathered forward for sharded: before the fix it knew no other."""
         return not (self.recompute_num_token_non_padded and case.scenario.replicated)
 
-    def _carried_count(self, case: Case, rank: DpRankPlan, shard: Shard) -> Tensor:
-        """What the batch carries into replay: localised against the raw length where the forward gathers."""
-        scenario = case.scenario
-        gathers = scenario.require_gathered_buffer and not scenario.enable_prefill_cp
+    def _carried_count(self, case: Case, num_tokens: int, raw_length: int, attn_tp_rank: int) -> Tensor:
+        """What a batch carries into replay: localised against the raw length where the forward gathers."""
         count = compute_local_num_token_non_padded_cpu(
-            rank.num_tokens,
-            rank.raw_length,
+            num_tokens,
+            raw_length,
             attn_tp_size=case.plan.attn_tp_size,
-            attn_tp_rank=shard.attn_tp_rank,
-            sharded=gathers and self._is_sharded(case),
+            attn_tp_rank=attn_tp_rank,
+            sharded=case.scenario.gathered and self._is_sharded(case),
         )
         return torch.tensor([count], dtype=torch.int32, device=case.device)
 
     def _replayed_count(self, case: Case, rank: DpRankPlan, shard: Shard) -> Tensor:
-        """What the graph's buffer holds once it has been filled from the batch."""
+        """What the graph's buffer holds at the replay of this batch, which comes after one that was full."""
         scenario = case.scenario
         parameters: dict[str, Any] = {
             "device": torch.device(case.device),
@@ -96,31 +94,37 @@ class BuiltinEngine:
         }
         if scenario.mode == "decode":
             registry = build_decode_registry(seq_len_fill_value=1, **parameters)
-            carried = torch.tensor([rank.num_tokens], dtype=torch.int32, device=case.device)
         else:
             registry = build_prefill_registry(
                 recompute_num_token_non_padded=self.recompute_num_token_non_padded, **parameters
             )
-            carried = self._carried_count(case, rank, shard)
-        positions = torch.arange(rank.raw_length, device=case.device)
-        requests = -(-rank.raw_length // scenario.tokens_per_request)
-        batch = ForwardBatch(
-            batch_size=requests,
+        full = rank.padded_num_tokens
+        for num_tokens, raw_length in ((full, full), (rank.num_tokens, rank.raw_length)):
+            batch = self._forward_batch(case, num_tokens, raw_length, shard.attn_tp_rank)
+            registry.fill_from(
+                batch,
+                raw_bs=batch.batch_size,
+                padded_bs=parameters["max_bs"],
+                raw_num_tokens=raw_length,
+                padded_num_tokens=full,
+            )
+        slot = registry.get_slot("num_token_non_padded")
+        return slot.slice_for(bs=parameters["max_bs"], num_tokens=full)
+
+    def _forward_batch(self, case: Case, num_tokens: int, raw_length: int, attn_tp_rank: int) -> ForwardBatch:
+        if case.scenario.mode == "decode":
+            carried = torch.tensor([num_tokens], dtype=torch.int32, device=case.device)
+        else:
+            carried = self._carried_count(case, num_tokens, raw_length, attn_tp_rank)
+        positions = torch.arange(raw_length, device=case.device)
+        return ForwardBatch(
+            batch_size=-(-raw_length // case.scenario.tokens_per_request),
             input_ids=positions,
             positions=positions,
             out_cache_loc=positions,
             num_token_non_padded=carried,
-            num_token_non_padded_cpu=rank.num_tokens,
+            num_token_non_padded_cpu=num_tokens,
         )
-        registry.fill_from(
-            batch,
-            raw_bs=requests,
-            padded_bs=parameters["max_bs"],
-            raw_num_tokens=rank.raw_length,
-            padded_num_tokens=rank.padded_num_tokens,
-        )
-        slot = registry.get_slot("num_token_non_padded")
-        return slot.slice_for(bs=parameters["max_bs"], num_tokens=rank.padded_num_tokens)
 
     def route(self, case: Case, shard: Shard, count: Tensor | None) -> TopKOutput:
         """``select_experts`` on the rows of one shard."""

@@ -19,18 +19,32 @@ import torch
 from torch import Tensor
 
 from repro._files import read_bounded
-from repro.case import Case, inputs_digest
+from repro.case import Case, inputs_digest, route_alone
 from repro.engines.protocol import Observation, RankObservation
-from repro.errors import FieldError, NotVerifiedError, RunFileError
+from repro.errors import MAX_TEXT, FieldError, NotVerifiedError, RunFileError, one_line, shown
 from repro.scenario import Scenario, scenario_from_values
 
 FORMAT = "moepad-run"
 FORMAT_VERSION = 1
-MAX_FILE_BYTES = 1 << 29
+MAX_FILE_BYTES = 1 << 26
+MAX_NAME = 200
+INT32_MAX = 2**31 - 1
 _DTYPES = {
     str(t).removeprefix("torch."): t
-    for t in (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16)
+    for t in (torch.int32, torch.int64, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
+
+# Ids and weights [n, K] of each DP rank's real rows, each row routed alone by a user's own function.
+Reference = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class SavedCase:
+    """``reference`` is None where the routing is built in."""
+
+    inputs_sha256: str
+    observation: Observation
+    reference: Reference | None
 
 
 @dataclass(frozen=True)
@@ -40,23 +54,28 @@ class SavedEngine:
     name: str
     scenario: Scenario
     path: Path
-    digests: Mapping[str, str]
-    observations: Mapping[str, Observation]
+    cases: Mapping[str, SavedCase]
 
     def observe(self, case: Case) -> Observation:
         """The observation that was saved for this case's fault.
 
         Raises:
-            NotVerifiedError: the run has no such case, or was made on other rows.
+            NotVerifiedError: the run has no such case, or was made on other rows or with another router.
         """
-        if case.fault not in self.observations:
+        saved = self.cases.get(case.fault)
+        if saved is None:
             raise NotVerifiedError(f"{self.path}: holds no case of fault {case.fault}")
-        if self.digests[case.fault] != inputs_digest(case):
+        if saved.inputs_sha256 != inputs_digest(case):
             raise NotVerifiedError(
                 f"{self.path}: was made on other rows than this scenario has here "
                 "(another scenario, or another version of moepad or torch)"
             )
-        return self.observations[case.fault]
+        if not _same_reference(saved.reference, _reference(case)):
+            raise NotVerifiedError(
+                f"{self.path}: router {case.scenario.router} routes single rows otherwise than it did when the run "
+                "was saved, so that the run cannot be judged by it"
+            )
+        return saved.observation
 
 
 def run_document(
@@ -71,6 +90,7 @@ def run_document(
             {
                 "fault": case.fault,
                 "inputs_sha256": inputs_digest(case),
+                "reference": _write_reference(_reference(case)),
                 "before": _write_observation(before),
                 "after": _write_observation(after),
             }
@@ -83,7 +103,7 @@ def read_run(path: Path, *, engine: str | None, side: str) -> SavedEngine:
     """One side of a saved run: that of the engine named, or else ``side``, ``before`` or ``after``.
 
     Raises:
-        RunFileError: unreadable, over 512 MiB, no saved run, damaged, or without that engine.
+        RunFileError: unreadable, over 64 MiB, no saved run, damaged, or without that engine.
     """
     data = read_bounded(path, MAX_FILE_BYTES, RunFileError)
     try:
@@ -94,21 +114,22 @@ def read_run(path: Path, *, engine: str | None, side: str) -> SavedEngine:
         return _read_document(document, path, engine, side)
     except FieldError as err:
         raise RunFileError(f"{path}: its scenario is wrong: {err}") from err
-    except (KeyError, TypeError, ValueError) as err:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
         if isinstance(err, RunFileError):
             raise
-        raise RunFileError(f"{path}: damaged or no saved run: {type(err).__name__} at {err}") from err
+        raise RunFileError(f"{path}: damaged or no saved run: {one_line(err)}") from err
 
 
 def _read_document(document: Any, path: Path, engine: str | None, side: str) -> SavedEngine:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunFileError(f"{path}: no saved run; give a file that --save wrote")
-    if document["format_version"] != FORMAT_VERSION:
-        raise RunFileError(
-            f"{path}: format version {document['format_version']}; this moepad reads {FORMAT_VERSION}"
-        )
+    version = document["format_version"]
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise RunFileError(f"{path}: format version {shown(version)}; this moepad reads {FORMAT_VERSION}")
+    if not isinstance(document["scenario"], dict):
+        raise TypeError("scenario")
     scenario = scenario_from_values(document["scenario"])
-    digests, observations = {}, {}
+    cases = {}
     for case in document["cases"]:
         sides = {which: case[which] for which in ("before", "after")}
         if engine is None:
@@ -119,12 +140,51 @@ def _read_document(document: Any, path: Path, engine: str | None, side: str) -> 
                 names = ", ".join(dict.fromkeys(str(saved["engine"]) for saved in sides.values()))
                 raise RunFileError(f"{path}: has no engine '{engine}'; it has {names}")
             chosen = named[0]
-        digests[str(case["fault"])] = str(case["inputs_sha256"])
-        observations[str(case["fault"])] = _read_observation(chosen)
-    if not observations:
+        cases[str(case["fault"])] = SavedCase(
+            str(case["inputs_sha256"]), _read_observation(chosen), _read_reference(case["reference"])
+        )
+    if not cases:
         raise RunFileError(f"{path}: holds no cases")
-    name = next(iter(observations.values())).engine
-    return SavedEngine(name, scenario, path, digests, observations)
+    name = next(iter(cases.values())).observation.engine
+    return SavedEngine(f"{path}#{name}", scenario, path, cases)
+
+
+def _reference(case: Case) -> Reference | None:
+    route = route_alone(case)
+    if route is None:
+        return None
+    reference = []
+    for batch in case.batches:
+        routes = [route(batch, row) for row in range(batch.num_token_non_padded_cpu)]
+        shape = (len(routes), case.scenario.top_k)
+        ids = torch.tensor([ids for ids, _ in routes], dtype=torch.int64).reshape(shape)
+        weights = torch.tensor([weights for _, weights in routes], dtype=torch.float64).reshape(shape)
+        reference.append((ids, weights))
+    return reference
+
+
+def _same_reference(saved: Reference | None, now: Reference | None) -> bool:
+    """Ids to the letter, weights within what another CPU's rounding may change."""
+    if saved is None or now is None:
+        return saved is now
+    return len(saved) == len(now) and all(
+        torch.equal(old_ids, ids)
+        and old_weights.shape == weights.shape
+        and torch.allclose(old_weights, weights, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for (old_ids, old_weights), (ids, weights) in zip(saved, now, strict=True)
+    )
+
+
+def _write_reference(reference: Reference | None) -> list[dict[str, Any]] | None:
+    if reference is None:
+        return None
+    return [{"topk_ids": _write_tensor(ids), "topk_weights": _write_tensor(w)} for ids, w in reference]
+
+
+def _read_reference(saved: Any) -> Reference | None:
+    if saved is None:
+        return None
+    return [(_read_tensor(rank["topk_ids"]), _read_tensor(rank["topk_weights"])) for rank in saved]
 
 
 def _write_observation(observation: Observation) -> dict[str, Any]:
@@ -147,20 +207,29 @@ def _write_observation(observation: Observation) -> dict[str, Any]:
 def _read_observation(saved: Mapping[str, Any]) -> Observation:
     ranks = []
     for rank in saved["ranks"]:
-        count, error = rank["num_token_non_padded"], rank["error"]
-        if not (count is None or type(count) is int) or not (error is None or isinstance(error, str)):
-            raise TypeError("num_token_non_padded or error of a wrong type")
+        error = rank["error"]
+        if not (error is None or isinstance(error, str)):
+            raise TypeError("error")
         ranks.append(
             RankObservation(
-                int(rank["dp_rank"]),
-                int(rank["attn_tp_rank"]),
-                count,
+                _whole(rank["dp_rank"]),
+                _whole(rank["attn_tp_rank"]),
+                None if rank["num_token_non_padded"] is None else _whole(rank["num_token_non_padded"]),
                 _read_tensor(rank["topk_ids"]),
                 _read_tensor(rank["topk_weights"]),
-                error,
+                error if error is None else error[:MAX_TEXT],
             )
         )
-    return Observation(str(saved["engine"]), tuple(ranks))
+    name = saved["engine"]
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
+        raise TypeError("the engine's name")
+    return Observation(name, tuple(ranks))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or abs(value) > INT32_MAX:
+        raise ValueError(f"{shown(value)}, which is no int32")
+    return value
 
 
 def _write_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -173,8 +242,8 @@ def _write_tensor(tensor: Tensor) -> dict[str, Any]:
 
 def _read_tensor(saved: Mapping[str, Any]) -> Tensor:
     dtype, shape = _DTYPES[saved["dtype"]], saved["shape"]
-    if len(shape) != 2 or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"a tensor of shape {shape}")
+    if not isinstance(shape, list) or len(shape) != 2 or min(map(_whole, shape)) < 0:
+        raise ValueError(f"a tensor of shape {shown(shape)}")
     try:
         data = base64.b64decode(saved["data"], validate=True)
     except binascii.Error as err:

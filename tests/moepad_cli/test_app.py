@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -148,21 +150,134 @@ def test_errors_of_the_library_become_one_line_and_an_exit_code(raised: str, cod
     assert (done.returncode, done.stdout, done.stderr) == (code, "", line)
 
 
-def test_ctrl_c_is_quiet_and_exit_code_130() -> None:
-    code = with_plan("print('at work', file=sys.__stdout__, flush=True); time.sleep(60)")
+def interrupt(number: signal.Signals, code: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error after the first line of ``code``, then the signal."""
     with subprocess.Popen(
-        [*python(code), *SHARDS],
+        [*python(code), *arguments],
         cwd=ROOT,
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "at work\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30) == ("", "")
-        assert process.returncode == 130
+        assert process.stderr is not None
+        assert process.stderr.readline() == "at work\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_that_asks_to_end_is_quiet_and_leaves_no_file(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    waiting = (
+        "import moepad_cli.output as output, sys, time\n"
+        "from moepad_cli.app import main\n"
+        "def replace(*paths):\n"
+        "    print('at work', file=sys.stderr, flush=True)\n"
+        "    time.sleep(60)\n"
+        "output.os.replace = replace\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    assert interrupt(number, waiting, *SHARDS, "-o", str(tmp_path / "result.txt")) == (code, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_during_the_work_is_quiet() -> None:
+    code = with_plan("print('at work', flush=True); time.sleep(60)")
+    assert interrupt(signal.SIGINT, code, *SHARDS) == (130, "", "")
+
+
+def test_ctrl_c_during_the_imports_is_quiet() -> None:
+    done = run(
+        code="import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from moepad_cli.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_main_puts_the_handlers_of_signals_back(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert main(["--version"]) == 0
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    body = "import signal; signal.raise_signal(signal.SIGHUP); raise TypeError('went on')"
+    code = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{with_plan(body)}"
+    assert run(*SHARDS, code=code).returncode == 4
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("BrokenPipeError(32, 'Broken pipe')", "BrokenPipeError: [Errno 32] Broken pipe"),
+        ("OSError(28, 'No space left on device')", "OSError: [Errno 28] No space left on device"),
+        ("SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_an_end_of_the_work_that_is_not_its_own_is_never_exit_code_0(raised: str, said: str) -> None:
+    done = run(*SHARDS, "--format", "json", code=with_plan(f"raise {raised}"))
+    line = f"moepad: internal error: RuntimeError: {said} (run again with --debug for the traceback)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", line)
+
+
+def test_a_long_error_line_is_cut() -> None:
+    for raised, code in (("repro.errors.FieldError('n', 'x' * 9000)", 2), ("TypeError('x' * 9000)", 4)):
+        done = run(*SHARDS, code=with_plan(f"import repro.errors; raise {raised}"))
+        assert done.returncode == code
+        assert 2000 <= len(done.stderr) <= 2100
+        assert done.stderr.count("\n") == 1
+
+
+def test_what_could_not_be_verified_is_json_too() -> None:
+    body = "import repro.errors; raise repro.errors.NotVerifiedError('no answer')"
+    done = run(*SHARDS, "--format", "json", code=with_plan(body))
+    assert (done.returncode, done.stderr) == (3, "moepad shard-bounds: no answer\n")
+    verdict = json.loads(done.stdout)["verdict"]
+    assert (verdict["status"], verdict["not_checked"]) == ("not-verified", ["no answer"])
+
+
+@pytest.mark.parametrize(
+    "body", ["print('noise')", "import os; os.write(1, b'noise')", "import os; os.system('echo noise')"]
+)
+@pytest.mark.parametrize("redirected", ["2>/dev/null", "2>&-"])
+def test_what_the_work_writes_to_standard_output_is_kept_out_of_the_result(
+    body: str, redirected: str
+) -> None:
+    code = with_plan(f"{body}; from repro.plan import plan_padding as plan; return plan(*args, **kwargs)")
+    command = shlex.join([*python(code), *SHARDS, "--format", "csv"])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} {redirected}"],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout == run(*SHARDS, "--format", "csv").stdout.encode()
+
+
+def test_a_standard_output_that_the_work_closes_is_opened_again() -> None:
+    body = "sys.__stdout__.close(); from repro.plan import plan_padding as plan; return plan(*args, **kwargs)"
+    done = run(*SHARDS, code=with_plan(body))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run(*SHARDS).stdout
 
 
 @pytest.mark.parametrize(
@@ -172,6 +287,7 @@ def test_ctrl_c_is_quiet_and_exit_code_130() -> None:
         ((*SHARDS, "--format", "json"), 0),
         (("shard-bounds", "--tokens", "20", "--bucket", "30", "--attn-tp", "4"), 1),
         (("--help",), 0),
+        (("shard-bounds", "--help"), 0),
         (("--version",), 0),
         (("schema",), 0),
         (("explain",), 0),
@@ -198,20 +314,68 @@ def test_a_closed_pipe_is_quiet_and_leaves_the_exit_code_alone(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_a_standard_output_that_cannot_be_written_is_one_line() -> None:
-    with open(os.devnull) as only_readable:
+@pytest.mark.parametrize(
+    ("place", "code", "line"),
+    [
+        ("closed pipe", 0, ""),
+        ("/dev/full", 2, "moepad: standard output: cannot be written: No space left on device\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (("--show-completion", "bash"), {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}),
+        ((), {"_MOEPAD_COMPLETE": "complete_bash", "COMP_WORDS": "moepad ", "COMP_CWORD": "1"}),
+    ],
+)
+def test_completion_that_cannot_be_written_is_quiet_or_one_line(
+    arguments: Sequence[str], variables: dict[str, str], place: str, code: int, line: str
+) -> None:
+    if place == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(place, os.O_WRONLY)
+    try:
         done = subprocess.run(
-            [*python(None), *SHARDS],
+            [*python(None), *arguments],
+            cwd=ROOT,
+            env={**clean_environment(), **variables},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (code, line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(SHARDS, "moepad shard-bounds"), (("--help",), "moepad"), (("--version",), "moepad")],
+)
+@pytest.mark.parametrize(
+    ("place", "mode", "problem"),
+    [(os.devnull, "r", "Bad file descriptor"), ("/dev/full", "w", "No space left on device")],
+)
+def test_a_standard_output_that_cannot_be_written_is_one_line(
+    arguments: Sequence[str], name: str, place: str, mode: str, problem: str
+) -> None:
+    with open(place, mode) as stream:
+        done = subprocess.run(
+            [*python(None), *arguments],
             cwd=ROOT,
             env=clean_environment(),
-            stdout=only_readable,
+            stdout=stream,
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
             check=False,
         )
     assert done.returncode == 2
-    assert done.stderr == "moepad shard-bounds: standard output: cannot be written: Bad file descriptor\n"
+    assert done.stderr == f"{name}: standard output: cannot be written: {problem}\n"
 
 
 def test_completion_gives_the_names_of_commands_and_the_values_of_options() -> None:
@@ -224,6 +388,8 @@ def test_completion_gives_the_names_of_commands_and_the_values_of_options() -> N
     assert complete("moepad ") == ["repro", "shard-bounds", "compare", "explain", "schema"]
     assert complete("moepad sh") == ["shard-bounds"]
     assert complete("moepad shard-bounds --format ") == ["table", "markdown", "json", "csv"]
+    assert complete("moepad repro --fault ") == ["mask", "count", "both"]
+    assert complete("moepad compare --device c") == ["cpu", "cuda"]
     assert complete("moepad explain PAD00")[:2] == ["PAD001", "PAD002"]
 
 

@@ -15,9 +15,11 @@ from repro.findings import CATALOGUE
 def test_the_list_names_every_code_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines if line.startswith("PAD")] == [
-        [kind.code, kind.name] for kind in CATALOGUE.values()
+    assert [line.split() for line in lines[:2]] == [["code", "name", "looked", "what", "it", "says"], ["for"]]
+    assert [line.split()[:3] for line in lines if line.startswith("PAD")] == [
+        [kind.code, kind.name, "yes" if kind.checked_by else "no"] for kind in CATALOGUE.values()
     ]
+    assert lines[-1] == "moepad explain CODE tells more of one. This version looks for those with yes."
     assert max(map(len, lines)) <= 80
 
 
@@ -96,7 +98,8 @@ def test_the_schema_has_exactly_these_columns(table: str, names: str) -> None:
     [
         {"extra": 1},
         {"schema_version": 2},
-        {"verdict": {"status": "ok", "exit_code": 1, "lines": [], "not_checked": []}},
+        {"verdict": {"status": "ok", "exit_code": 1, "summary": "", "lines": [], "not_checked": []}},
+        {"verdict": {"status": "ok", "exit_code": 0, "lines": [], "not_checked": []}},
         {"findings": [{"code": "PAD001"}]},
         {"tables": {"masked_rows": [{"fault": "mask"}]}},
         {"tables": {"unheard_of": []}},

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from moepad_cli.errors import UsageError
-from moepad_cli.options import SavedReport, add_parameters, option, with_output
+from moepad_cli.device import DEVICES, DeviceOption
+from moepad_cli.errors import NotVerified, UsageError
+from moepad_cli.options import SavedReport, add_parameters, completer, option, with_output
+from moepad_cli.scenario_options import FAULTS, FaultOption
+from moepad_cli.schema import schema_text
 from repro.report import Report, Verdict
 
 RUNNER = CliRunner()
 
 
 def report(exit_code: int = 0) -> Report:
-    verdict = Verdict("findings" if exit_code else "ok", exit_code, ("seen",))
+    verdict = Verdict("findings" if exit_code else "ok", exit_code, "as seen", ("seen",))
     return Report("try", {}, {}, (), {"masked_rows": []}, "masked_rows", verdict)
 
 
@@ -48,20 +55,20 @@ def test_parameters_can_be_added_twice() -> None:
     assert RUNNER.invoke(app_of(command), ["--first", "a"]).output == "{'first': 'a', 'second': 'b'}\n"
 
 
-@with_output(save=True)
+@with_output(main_table="masked_rows", save=True)
 def saving(text: Annotated[str, typer.Option()] = "kept") -> SavedReport:
     """Try."""
     return report(), lambda: text
 
 
-@with_output(checks=False, formats=("table", "json"))
+@with_output(main_table="masked_rows", checks=False, formats=("table", "json"))
 def telling() -> Report:
     return report(1)
 
 
 def test_a_command_exits_with_the_code_of_its_verdict() -> None:
     result = RUNNER.invoke(app_of(telling), [])
-    assert (result.exit_code, result.output) == (1, "verdict: findings\n  seen\n")
+    assert (result.exit_code, result.output) == (1, "verdict: as seen\n  seen\n")
 
 
 def test_only_the_options_that_were_asked_for_are_there() -> None:
@@ -86,7 +93,7 @@ def test_a_format_that_the_command_lacks_is_refused_before_the_work() -> None:
 def test_an_unwritable_file_is_refused_before_the_work(tmp_path: Path) -> None:
     worked = []
 
-    @with_output()
+    @with_output(main_table="masked_rows")
     def working() -> Report:
         worked.append("yes")
         return report()
@@ -108,3 +115,107 @@ def test_no_color_sets_the_variable_that_everything_honours(monkeypatch: pytest.
     monkeypatch.setenv("NO_COLOR", "")
     RUNNER.invoke(app_of(telling), ["--no-color"])
     assert os.environ["NO_COLOR"] == "1"
+
+
+@with_output(main_table="masked_rows", save=True)
+def not_verifying() -> SavedReport:
+    raise NotVerified("--device: none of that kind")
+
+
+def unverified(*arguments: str) -> str:
+    """What is on standard output where the work could not verify."""
+    result = RUNNER.invoke(app_of(not_verifying), list(arguments))
+    assert isinstance(result.exception, NotVerified)
+    return result.output
+
+
+def test_what_could_not_be_verified_is_said_in_every_format_for_machines() -> None:
+    document = json.loads(unverified("--format", "json"))
+    jsonschema.validate(document, json.loads(schema_text()), jsonschema.Draft202012Validator)
+    assert (document["command"], document["tables"], document["findings"]) == (
+        "not-verifying",
+        {"masked_rows": []},
+        [],
+    )
+    assert document["verdict"] == {
+        "status": "not-verified",
+        "exit_code": 3,
+        "summary": "not verified",
+        "lines": [],
+        "not_checked": ["--device: none of that kind"],
+    }
+    assert unverified("--format", "markdown") == (
+        "## moepad not-verifying\n\n**Verdict: not verified**\n\n- not checked: --device: none of that kind\n"
+    )
+    assert unverified("--format", "csv") == "fault,engine,dp_rank,attn_tp_rank,kind,rows\n"
+
+
+def test_the_table_of_what_could_not_be_verified_leaves_standard_output_empty() -> None:
+    assert unverified() == ""
+
+
+def test_files_of_an_earlier_run_do_not_stand_for_one_that_could_not_verify(tmp_path: Path) -> None:
+    names = ("output", "junit-xml", "html", "save")
+    for name in names:
+        (tmp_path / name).write_text("of an earlier run")
+    assert unverified(*(word for name in names for word in (f"--{name}", str(tmp_path / name)))) == ""
+    written = {name: (tmp_path / name).read_text() for name in names}
+    assert written["save"] == "of an earlier run"
+    assert written["output"] == "verdict: not verified\nnot checked: --device: none of that kind\n"
+    assert "<strong>not verified</strong>" in written["html"]
+    suite = ElementTree.fromstring(written["junit-xml"]).find("testsuite")  # noqa: S314
+    assert suite is not None
+    assert [suite.get(name) for name in ("failures", "errors", "skipped")] == ["0", "1", "1"]
+
+
+@pytest.mark.parametrize("error", [UsageError("--n: odd"), TypeError("odd")])
+def test_no_file_is_touched_where_the_work_ends_in_another_error(tmp_path: Path, error: Exception) -> None:
+    @with_output(main_table="masked_rows")
+    def failing() -> Report:
+        raise error
+
+    (tmp_path / "result.txt").write_text("of an earlier run")
+    result = RUNNER.invoke(app_of(failing), ["--output", str(tmp_path / "result.txt")])
+    assert result.exception is error
+    assert (tmp_path / "result.txt").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), SystemExit(0)])
+def test_what_main_takes_for_a_quiet_end_is_an_internal_error_of_the_work(error: BaseException) -> None:
+    @with_output(main_table="masked_rows")
+    def ending() -> Report:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"^{type(error).__name__}: "):
+        RUNNER.invoke(app_of(ending), [], catch_exceptions=False)
+
+
+def test_the_work_keeps_standard_output_clean_and_the_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    @with_output(main_table="masked_rows")
+    def noisy() -> Report:
+        os.chdir("elsewhere")
+        print("printed")  # noqa: T201
+        os.write(1, b"written\n")
+        return report()
+
+    with contextlib.suppress(SystemExit):
+        app_of(noisy)(["--output", "result.txt"])
+    assert (tmp_path / "result.txt").read_text() == "verdict: as seen\n  seen\n"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert sorted(err.split()) == ["printed", "written"]
+
+
+def test_completion_gives_the_choices_that_begin_so() -> None:
+    assert completer(("mask", "count", "match"))("ma") == ["mask", "match"]
+
+
+@pytest.mark.parametrize(("annotation", "choices"), [(FaultOption, FAULTS), (DeviceOption, DEVICES)])
+def test_faults_and_devices_are_completed(annotation: Any, choices: tuple[str, ...]) -> None:
+    (info,) = annotation.__metadata__
+    assert info.autocompletion("") == list(choices)

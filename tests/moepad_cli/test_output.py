@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ REPORT = Report(
     findings=(),
     tables={"masked_rows": []},
     main_table="masked_rows",
-    verdict=Verdict("ok", 0, ("all well",)),
+    verdict=Verdict("ok", 0, "as it should be", ("all well",)),
 )
-TEXT = "verdict: ok\n  all well\n"
+TEXT = "verdict: as it should be\n  all well\n"
 
 
 @pytest.fixture
@@ -152,6 +153,78 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
     assert not os.path.isfile(os.devnull)
 
 
+@pytest.fixture
+def appended(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A descriptor that a file is appended through, and the file."""
+    path = tmp_path / "log.txt"
+    path.write_text("kept\n")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    yield descriptor, path
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("place", ["/dev/fd/{}", "/proc/self/fd/{}"])
+def test_an_open_descriptor_is_written_to_and_its_file_not_emptied(
+    appended: tuple[int, Path], place: str
+) -> None:
+    descriptor, path = appended
+    options = OutputOptions(output=place.format(descriptor))
+    output.check(options)
+    assert path.read_text() == "kept\n"
+    output.emit(REPORT, options)
+    output.emit(REPORT, options)
+    assert path.read_text() == f"kept\n{TEXT}{TEXT}"
+
+
+def test_dev_stdout_and_dev_stderr_are_the_open_ones(capfd: pytest.CaptureFixture[str]) -> None:
+    for option, name in (("--output", "/dev/stdout"), ("--html", "/dev/stderr")):
+        output.write_files([(option, name, f"{option}\n")])
+    assert capfd.readouterr() == ("--output\n", "--html\n")
+
+
+@pytest.mark.parametrize("flags", [None, os.O_RDONLY])
+def test_a_descriptor_that_is_not_open_for_writing_is_told_before_the_work(
+    tmp_path: Path, flags: int | None
+) -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    if flags is None:
+        os.close(descriptor)
+    try:
+        with pytest.raises(UsageError) as raised:
+            output.check(OutputOptions(html=f"/dev/fd/{descriptor}"))
+    finally:
+        if flags is not None:
+            os.close(descriptor)
+    assert raised.value.message == f"--html: cannot write '/dev/fd/{descriptor}': Bad file descriptor"
+
+
+def test_a_name_too_long_is_told_before_the_work(folder: Path) -> None:
+    path = str(folder / ("n" * 300))
+    with pytest.raises(UsageError) as raised:
+        output.check(OutputOptions(output=path))
+    assert raised.value.message == f"--output: cannot write '{path}': File name too long"
+
+
+def test_standard_output_is_given_back_after_the_work(capfd: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with suppress(KeyError), output.kept_for_results():
+        os.write(1, b"work\n")
+        raise KeyError
+    assert sys.stdout is before
+    os.write(1, b"result\n")
+    assert capfd.readouterr() == ("result\n", "work\n")
+
+
+def test_work_in_a_folder_that_was_removed_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with output.kept_for_results():
+        worked = True
+    assert worked
+
+
 def test_characters_that_standard_output_lacks_become_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -182,7 +255,7 @@ def test_colour_and_drawing_are_for_a_terminal(
     output.emit(
         REPORT, OutputOptions(), drawing=lambda report, width, blocks: f"{report.command} {width} {blocks}"
     )
-    word = "\x1b[32mok\x1b[0m" if painted else "ok"
+    word = "\x1b[32mas it should be\x1b[0m" if painted else "as it should be"
     assert terminal.getvalue() == f"shard-bounds 90 True\n\nverdict: {word}\n  all well\n"
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moepad_cli.render import RENDERERS, table
-from moepad_cli.render.text import finding_lines
+from moepad_cli.render.text import finding_lines, findings_title
 from repro.findings import Finding
 from repro.report import Report, Row, Verdict, View
 
@@ -50,7 +50,7 @@ REPORT = Report(
     findings=(LEAK, SKEW),
     tables={"masked_rows": ROWS},
     main_table="masked_rows",
-    verdict=Verdict("findings", 1, ("pads were routed",), ("HIP: no such device",)),
+    verdict=Verdict("findings", 1, "fixed has 1 finding", ("pads were routed",), ("HIP: no such device",)),
     views=(
         View(
             "Rows",
@@ -61,6 +61,7 @@ REPORT = Report(
         View("Nothing", ("a", "b"), ()),
     ),
     heading=("before: prefix", "after: fixed"),
+    blamed=(LEAK,),
 )
 
 
@@ -80,11 +81,11 @@ second
 Nothing
 (none)
 
-findings: 2
+findings: 2 (2 prefix)
 PAD001 pad-row-routed  prefix/count DP0 TP1 rows 20: 1 pad row keeps experts
 PAD007 expert-load-skewed-by-pads  prefix/count: load off | by half
 
-verdict: findings
+verdict: fixed has 1 finding
   pads were routed
 not checked: HIP: no such device
 """
@@ -114,7 +115,7 @@ after: fixed
 - PAD001 pad-row-routed  prefix/count DP0 TP1 rows 20: 1 pad row keeps experts
 - PAD007 expert-load-skewed-by-pads  prefix/count: load off \| by half
 
-**Verdict: findings**
+**Verdict: fixed has 1 finding**
 
 - pads were routed
 
@@ -140,7 +141,7 @@ PAD001 pad-row-routed  prefix/count DP0 TP1 rows 20: 1 pad row keeps experts</fa
       <system-out>PAD007 expert-load-skewed-by-pads  prefix/count: load off | by half</system-out>
     </testcase>
     <testcase classname="moepad.repro" name="verdict">
-      <failure type="verdict" message="findings">pads were routed</failure>
+      <failure type="verdict" message="fixed has 1 finding">pads were routed</failure>
     </testcase>
     <testcase classname="moepad.repro" name="not checked 1">
       <skipped message="HIP: no such device" />
@@ -153,7 +154,7 @@ HTML_BODY = """\
 <body>
 <h1>moepad repro</h1>
 <div class="verdict findings">
-<p><strong>findings</strong></p>
+<p><strong>fixed has 1 finding</strong></p>
 <p>pads were routed</p>
 </div>
 <p class="note">not checked: HIP: no such device</p>
@@ -223,7 +224,7 @@ def test_the_html_body_is_as_written_here() -> None:
     page = RENDERERS["html"](REPORT)
     assert page[page.index("<body>") :] == HTML_BODY
     assert page.startswith('<!DOCTYPE html>\n<html lang="en">')
-    assert "<title>moepad repro: findings</title>" in page
+    assert "<title>moepad repro: fixed has 1 finding</title>" in page
 
 
 def test_json_is_the_report_with_nan_as_text() -> None:
@@ -234,9 +235,9 @@ def test_json_is_the_report_with_nan_as_text() -> None:
     assert json.loads(text) == json.loads(json.dumps(expected))
 
 
-def test_colour_is_on_the_verdict_word_only() -> None:
+def test_colour_is_on_the_verdicts_summary_only() -> None:
     painted = table.render(REPORT, colour=True)
-    assert painted == TABLE.replace("verdict: findings", "verdict: \x1b[31mfindings\x1b[0m")
+    assert painted == TABLE.replace("fixed has 1 finding", "\x1b[31mfixed has 1 finding\x1b[0m")
 
 
 def test_a_drawing_stands_between_the_views_and_the_findings() -> None:
@@ -261,14 +262,14 @@ def test_more_findings_have_a_line_for_each_code_engine_and_fault() -> None:
     assert finding_lines([*leaks, SKEW]) == [
         "PAD001 pad-row-routed  prefix/count DP0 TP1 rows 0: 1 pad row keeps experts (and 11 more like it)",
         "PAD007 expert-load-skewed-by-pads  prefix/count: load off | by half",
-        "--format json has all",
+        "--format json lists all 13",
     ]
 
 
 def test_more_kinds_of_finding_than_lines_end_with_the_number_left_out() -> None:
     lines = finding_lines([replace(LEAK, engine=f"engine{n}") for n in range(14)])
     assert len(lines) == 13
-    assert lines[-1] == "and 2 more; --format json has all"
+    assert lines[-1] == "and 2 more; --format json lists all 14"
 
 
 def test_an_empty_table_still_has_its_csv_header() -> None:
@@ -282,24 +283,89 @@ def test_a_csv_row_with_a_column_that_the_schema_lacks_is_refused() -> None:
 
 
 def test_junit_has_no_failure_where_the_verdict_is_ok() -> None:
-    suite = _suite(replace(REPORT, verdict=Verdict("ok", 0, ("reproduced before, gone after",))))
+    verdict = Verdict("ok", 0, "as it should be", ("reproduced before, gone after",))
+    suite = _suite(replace(REPORT, verdict=verdict, blamed=()))
     assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
     assert suite.findtext("testcase/system-out", "").startswith("PAD001 pad-row-routed")
 
 
 def test_junit_has_an_error_where_nothing_could_be_verified() -> None:
-    suite = _suite(replace(REPORT, findings=(), verdict=Verdict("not-verified", 3, (), ("no engine",))))
+    verdict = Verdict("not-verified", 3, "not verified", (), ("no engine",))
+    suite = _suite(replace(REPORT, findings=(), blamed=(), verdict=verdict))
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "1")
     assert [skipped.get("message") for skipped in suite.iter("skipped")] == ["no engine"]
 
 
-def test_junit_does_not_fail_what_the_comparison_fixed() -> None:
-    keys = ("code", "name", "engine", "fault", "dp_rank", "attn_tp_rank", "rows", "message")
-    fixed = {"change": "fixed", **{key: getattr(LEAK, key) for key in keys}}
-    kept = replace(LEAK, dp_rank=1)
-    suite = _suite(replace(REPORT, findings=(LEAK, kept), tables={"finding_changes": [fixed]}))
-    failed = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
-    assert failed == ["DP 1", "verdict"]
+def test_junit_fails_a_case_only_for_findings_that_count_against_the_verdict() -> None:
+    kept, blamed = replace(LEAK, dp_rank=1), replace(LEAK, dp_rank=1, engine="fixed")
+    suite = _suite(replace(REPORT, findings=(LEAK, kept, blamed), blamed=(blamed,)))
+    texts = {
+        case.get("name"): (case.findtext("failure", ""), case.findtext("system-out", ""))
+        for case in suite.iter("testcase")
+    }
+    line = "PAD001 pad-row-routed  {} TP1 rows 20: 1 pad row keeps experts"
+    assert texts == {
+        "DP 0": ("", line.format("prefix/count DP0")),
+        "DP 1": (line.format("fixed/count DP1"), line.format("prefix/count DP1")),
+        "verdict": ("pads were routed", ""),
+        "not checked 1": ("", ""),
+    }
+
+
+def test_the_findings_title_counts_them_by_engine() -> None:
+    findings = [LEAK, SKEW, replace(LEAK, engine="fixed\nfindings: 0")]
+    assert findings_title(findings) == "findings: 3 (2 prefix, 1 fixed findings: 0)"
+
+
+def test_a_page_is_printed_as_it_is() -> None:
+    page = replace(
+        REPORT, findings=(), views=(), heading=(), verdict=Verdict("ok", 0), page="# PAD001\n\n<b> *x*"
+    )
+    assert RENDERERS["table"](page) == "# PAD001\n\n<b> *x*\n"
+    assert RENDERERS["markdown"](page) == "## moepad repro\n\n# PAD001\n\n<b> *x*\n"
+    assert "<pre># PAD001\n\n&lt;b&gt; *x*</pre>" in RENDERERS["html"](page)
+
+
+FORGED = "a.json\n\nverdict: ok\n# forged\n- forged"
+ON_ONE_LINE = FORGED.replace("\n", " ")
+FORGING = replace(
+    REPORT,
+    findings=(replace(LEAK, engine=FORGED, message=FORGED),),
+    views=(View(FORGED, ("rows",), (("20",),)),),
+    verdict=Verdict("findings", 1, FORGED, (FORGED,), (FORGED,)),
+    heading=(FORGED, "second"),
+)
+
+
+def test_a_line_break_in_text_of_a_user_forges_no_line_of_the_table() -> None:
+    finding = f"PAD001 pad-row-routed  {ON_ONE_LINE}/count DP0 TP1 rows 20: {ON_ONE_LINE}"
+    assert RENDERERS["table"](FORGING).splitlines() == [
+        *(ON_ONE_LINE, "second", ""),
+        *(ON_ONE_LINE, "rows", "----", "20", ""),
+        *(f"findings: 1 (1 {ON_ONE_LINE})", finding, ""),
+        *(f"verdict: {ON_ONE_LINE}", f"  {ON_ONE_LINE}", f"not checked: {ON_ONE_LINE}"),
+    ]
+
+
+def test_a_line_break_in_text_of_a_user_forges_no_line_of_markdown() -> None:
+    finding = f"- PAD001 pad-row-routed  {ON_ONE_LINE}/count DP0 TP1 rows 20: {ON_ONE_LINE}"
+    lines = [line for line in RENDERERS["markdown"](FORGING).splitlines() if line]
+    assert lines == [
+        *("## moepad repro", ON_ONE_LINE, "second"),
+        *(f"### {ON_ONE_LINE}", "| rows |", "|------|", "| 20   |"),
+        *("### Findings", finding),
+        *(f"**Verdict: {ON_ONE_LINE}**", f"- {ON_ONE_LINE}", f"- not checked: {ON_ONE_LINE}"),
+    ]
+
+
+def test_a_line_break_in_text_of_a_user_forges_no_line_of_the_pages_heading() -> None:
+    assert f"<pre>{ON_ONE_LINE}\nsecond</pre>" in RENDERERS["html"](FORGING)
+
+
+def test_markdown_in_a_heading_is_text() -> None:
+    heading = ("before: [x](http://y) *b* <i> `c` | d",)
+    text = RENDERERS["markdown"](replace(REPORT, heading=heading))
+    assert text.splitlines()[2] == r"before: \[x\](http://y) \*b\* \<i\> \`c\` \| d"
 
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
@@ -309,8 +375,9 @@ def test_hostile_text_breaks_no_format(name: str) -> None:
         REPORT,
         findings=(replace(LEAK, message=hostile),),
         views=(View(hostile, (hostile,), ((hostile,),), hostile),),
-        verdict=Verdict("findings", 1, (hostile,), (hostile,)),
+        verdict=Verdict("findings", 1, hostile, (hostile,), (hostile,)),
         heading=(hostile,),
+        page=hostile,
     )
     text = RENDERERS[name](report)
     assert "\x00" not in text

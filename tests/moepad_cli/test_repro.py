@@ -38,11 +38,11 @@ def expect_report(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code
 def test_the_built_in_scenario_shows_both_faults_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     document = expect_report(capsys, "repro")
     assert document["verdict"]["lines"] == [
-        "every fault shows before the fix, and nothing is found after it",
-        "fault mask: before, prefix: reproduced: 0 real rows masked, 95 pads routed (PAD001, PAD004)",
-        "fault mask: after, fixed: gone: 0 real rows masked, 0 pads routed, no finding",
-        "fault count: before, prefix: reproduced: 19 real rows masked, 19 pads routed (PAD001, PAD002, PAD003)",
-        "fault count: after, fixed: gone: 0 real rows masked, 0 pads routed, no finding",
+        "fault mask: before, prefix: reproduced: 0 of 33 real rows masked, 95 of 95 pads routed (PAD001, PAD004)",
+        "fault mask: after, fixed: gone: 0 of 33 real rows masked, 0 of 95 pads routed, no finding",
+        "fault count: before, prefix: reproduced: 19 of 33 real rows masked, 19 of 95 pads routed "
+        "(PAD001, PAD002, PAD003)",
+        "fault count: after, fixed: gone: 0 of 33 real rows masked, 0 of 95 pads routed, no finding",
     ]
     assert len({row["dp_rank"] for row in document["tables"]["local_counts"]}) == 2
     assert {row["attn_tp_rank"] for row in document["tables"]["local_counts"]} == {0, 1, 2, 3}
@@ -71,7 +71,8 @@ def test_a_refused_count_is_null_and_never_a_number(capsys: pytest.CaptureFixtur
 
 TABLE = """\
 before: prefix   after: fixed   device: cpu
-tokens 20   bucket 64   attention TP 4   16 experts, top-2   platform cuda
+tokens 20   bucket 64   attention TP 4   prefill
+16 experts, top-2   platform cuda
 
 fault count: local counts of each rank (branch softmax)
 DP  TP  rows   real   count  count    lost  leaked   lost  leaked
@@ -81,7 +82,7 @@ DP  TP  rows   real   count  count    lost  leaked   lost  leaked
  0   1  16-31     4       5      4       0       1      0       0
  0   2  32-47     0       5      0       0       5      0       0
  0   3  48-63     0       5      0       0       5      0       0
-lost: real rows masked; leaked: pad rows routed
+lost: real rows masked (ids -1); leaked: pad rows routed
 
 fault count: rows gone wrong
 engine  DP  TP  what    rows
@@ -104,8 +105,8 @@ def test_the_table_is_what_a_person_sees_at_80_columns(capsys: pytest.CaptureFix
 def test_twelve_experts_are_shown_or_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     def experts(*more: str) -> list[int]:
         main([*COUNT, "--experts", "40", *more])
-        lines = capsys.readouterr().out.split("routes of each expert\n")[1].splitlines()
-        return [int(line.split()[0]) for line in lines[2 : lines.index("", 2)] if line.split()[0].isdigit()]
+        table = capsys.readouterr().out.split("routes of each expert\n")[1].split("\nall ")[0]
+        return [int(line.split()[0]) for line in table.splitlines()[2:]]
 
     assert len(experts()) == 12
     assert experts("--all-experts") == list(range(40))
@@ -144,18 +145,18 @@ def test_an_option_overrides_the_scenario_file(capsys: pytest.CaptureFixture[str
 
 def test_a_scenario_that_shows_no_fault_exits_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     document = expect_report(capsys, "repro", "--fault", "count", "--tokens", "64", exit_code=1)
-    assert document["verdict"]["lines"][1].startswith(
-        "fault count: before, prefix: did not reproduce: the scenario has no pad rows"
+    assert document["verdict"]["lines"][0].startswith(
+        "fault count: before, prefix: did not reproduce, since no rank owns a pad row"
     )
     assert document["verdict"]["not_checked"] == [
-        "fault count: the scenario has no pad rows, so that none can leak"
+        "fault count: no rank owns a pad row in this scenario, so that none can leak"
     ]
 
 
 def test_a_fix_that_does_not_hold_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     """Torch-native refuses the count in 0.5.17 too."""
     document = expect_report(capsys, "repro", "--fault", "mask", "--branch", "torch-native", exit_code=1)
-    assert "did not hold" in document["verdict"]["lines"][2]
+    assert "still there" in document["verdict"]["lines"][1]
 
 
 @pytest.mark.parametrize("router", ["sigmoid-top1", "softcap", "sparse-mixer", "grouped", "degenerate"])
@@ -196,6 +197,30 @@ def narrow(hidden_states, gating_output, topk, renormalize):
     weights, ids = best(hidden_states, gating_output, topk, renormalize)
     return weights, ids.short()
 
+def leaves(**_):
+    raise SystemExit(0)
+
+def sparse(hidden_states, gating_output, topk, renormalize):
+    weights, ids = best(hidden_states, gating_output, topk, renormalize)
+    return weights.to_sparse(), ids
+
+def disturbs(hidden_states, gating_output, topk, renormalize):
+    import os
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    os.chdir("/")
+    weights, ids = best(hidden_states, gating_output, topk, renormalize)
+    return weights.double(), ids
+
+def finite(hidden_states, gating_output, topk, renormalize):
+    assert gating_output.isfinite().all(), "pads reached the router"
+    return best(hidden_states, gating_output, topk, renormalize)
+
+class Lost:
+    def __getattr__(self, name):
+        raise RuntimeError("nothing here")
+
+lost = Lost()
 number = 7
 """
 
@@ -214,6 +239,43 @@ def test_a_routing_function_of_ones_own_is_run_and_may_print_and_write_into_its_
     out, err = capsys.readouterr()
     assert json.loads(out)["verdict"]["exit_code"] == 0
     assert "noise on standard output" in err
+
+
+def test_a_routing_function_may_disturb_torch_and_the_folder_for_itself_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, router_file: str
+) -> None:
+    router = ("--router", f"{router_file}:disturbs", "--device", "cpu")
+    assert main(["repro", *router, "--save", "run.json"]) == 0
+    assert (tmp_path / "run.json").is_file()
+    assert torch.get_default_dtype() is torch.float32
+    assert main(["compare", "--before", "run.json", "--after", "fixed", *router]) == 0
+    assert "run.json#prefix" in capsys.readouterr().out
+
+
+def test_a_router_that_raises_on_the_padded_batch_only_could_not_be_verified(
+    capsys: pytest.CaptureFixture[str], router_file: str
+) -> None:
+    router = ("--router", f"{router_file}:finite")
+    assert main(["repro", "--pad-fill", "zeros", *router]) == 0
+    capsys.readouterr()
+    assert main(["repro", "--pad-fill", "nan", *router, "--junit-xml", "r.xml"]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == (
+        "moepad repro: prefix: the router gave every real row a route of its own, but not the padded batch: "
+        "mine.py:finite raised AssertionError: pads reached the router"
+    )
+    assert "<error" in Path("r.xml").read_text()
+
+
+def test_what_a_router_of_ones_own_was_not_asked_is_said(
+    capsys: pytest.CaptureFixture[str], router_file: str
+) -> None:
+    assert main(["repro", "--router", f"{router_file}:best", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["not_checked"] == [
+        "router mine.py:best with pads that hold nan or inf (--pad-fill)",
+        "fault count: runs on branch softmax, where router mine.py:best is not called",
+    ]
 
 
 def test_a_routing_function_that_looks_at_other_rows_is_told(
@@ -245,6 +307,9 @@ WRONG = [
     ("--dp-padding longest", "--dp-padding"),
     ("--max-padding-factor nan", "--max-padding-factor"),
     ("--max-padding-factor 0", "--max-padding-factor"),
+    ("--branch softmax --router degenerate", "--router"),
+    ("--tokens 60000 --bucket 65536 --experts 512", "--tokens"),
+    ("--replicated --attn-tp 4096 --tokens 4000 --bucket 65536", "--tokens"),
     ("--mode extend", "--mode"),
     ("--tokens-per-request 2", "--tokens-per-request"),
     ("--mode decode --tokens-per-request 2", "--tokens"),
@@ -267,6 +332,9 @@ WRONG = [
     ("--router mine.py:short", "--router"),
     ("--router mine.py:narrow", "--router"),
     ("--router broken.py:f", "--router"),
+    ("--router mine.py:leaves", "--router"),
+    ("--router mine.py:sparse", "--router"),
+    ("--router mine.py:lost.attribute", "--router"),
     ("--redundant-experts 2", "--redundant-experts"),
     ("--branch torch-native --eplb static", "--eplb"),
     ("--id-dtype int8", "--id-dtype"),
@@ -345,7 +413,8 @@ def test_compare_reads_back_what_repro_saved(capsys: pytest.CaptureFixture[str])
     live = expect_report(capsys, "repro", "--tokens", "20,0", "--save", "run.json")
     saved = expect_comparison(capsys, "run.json", "run.json", exit_code=0)
     assert saved["tables"]["local_counts"] == live["tables"]["local_counts"]
-    assert saved["findings"] == live["findings"]
+    renamed = [{**finding, "engine": f"run.json#{finding['engine']}"} for finding in live["findings"]]
+    assert saved["findings"] == renamed
     assert saved["scenario"] == live["scenario"]
     assert changes(expect_comparison(capsys, "run.json", "run.json#prefix", exit_code=1)) == {
         ("remaining", row["fault"], row["code"]) for row in saved["tables"]["finding_changes"]
@@ -400,8 +469,37 @@ def test_a_saved_run_may_not_choose_which_code_runs(
     assert main(["compare", "--before", "run.json", "--after", "fixed", *router]) == 0
 
 
+def test_a_saved_run_is_not_judged_by_another_router(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, router_file: str
+) -> None:
+    router = ("--router", f"{router_file}:best")
+    assert main(["repro", *router, "--save", "run.json"]) == 0
+    path = tmp_path / router_file
+    path.write_text(path.read_text().replace("mul_(2)", "mul_(-2)"))
+    capsys.readouterr()
+    assert main(["compare", "--before", "run.json", "--after", "fixed", *router]) == 3
+    assert "routes single rows otherwise than it did" in capsys.readouterr().err
+
+
+def test_a_side_that_gives_no_count_is_not_verified(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    expect_report(capsys, *COUNT, "--save", "run.json")
+    path = tmp_path / "run.json"
+    saved = json.loads(path.read_text())
+    for rank in saved["cases"][0]["after"]["ranks"]:
+        rank["num_token_non_padded"] = None
+    path.write_text(json.dumps(saved))
+    document = expect_comparison(capsys, "prefix", "run.json", "--fault", "count", exit_code=3)
+    assert document["verdict"]["status"] == "not-verified"
+    assert document["verdict"]["not_checked"] == ["fault count: run.json#fixed gave no count on 4 ranks"]
+
+
 def test_a_saved_run_of_one_fault_cannot_answer_for_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     expect_report(capsys, *COUNT, "--save", "run.json")
-    assert main(["compare", "--before", "run.json", "--after", "fixed"]) == 3
-    assert capsys.readouterr().err == "moepad compare: run.json: holds no case of fault mask\n"
+    assert main(["compare", "--before", "run.json", "--after", "fixed", "--format", "json"]) == 3
+    out, err = capsys.readouterr()
+    assert err == "moepad compare: run.json: holds no case of fault mask\n"
+    assert json.loads(out)["verdict"]["not_checked"] == ["run.json: holds no case of fault mask"]
+    jsonschema.validate(json.loads(out), json.loads(schema_text()))
     expect_comparison(capsys, "run.json", "fixed", "--fault", "count", exit_code=0)

@@ -19,24 +19,25 @@ TABLE = """\
 20 real tokens, DP 1, attention TP 4
 
 Rows and counts of each rank
-  DP  attn-TP  rows   real   pad  bucket    raw    real    pads
-rank     rank  owned  rows  rows   count  count  masked  routed
-----  -------  -----  ----  ----  ------  -----  ------  ------
-   0        0  0-15     16     0      16      5      11       0
-   0        1  16-31     4    12       4      5       0       1
-   0        2  32-47     0    16       0      5       0       5
-   0        3  48-63     0    16       0      5       0       5
-real masked, pads routed: by a graph that reads the count localised against the raw length
+  DP  attn-TP  rows   real   pad  bucket    raw  lost  leaked
+rank     rank  owned  rows  rows   count  count
+----  -------  -----  ----  ----  ------  -----  ----  ------
+   0        0  0-15     16     0      16      5    11       0
+   0        1  16-31     4    12       4      5     0       1
+   0        2  32-47     0    16       0      5     0       5
+   0        3  48-63     0    16       0      5     0       5
+bucket count: localised against the bucket, as the fix does; raw count: against the raw length
+lost, leaked: real rows masked and pad rows routed by a graph that reads the raw count
 
 Sums of each DP rank
-  DP    real     raw  padded  eager  bucket     raw    real    pads     no
-rank  tokens  length    rows         counts  counts  masked  routed  owner
-----  ------  ------  ------  -----  ------  ------  ------  ------  -----
-   0      20      20      64  no         20      20      11      11      0
-DP0: pre-fix count 5,5,5,5 against 16,4,0,0: 11 real rows masked, 11 pads routed
+  DP    real     raw  padded  eager  bucket     raw  lost  leaked     no
+rank  tokens  length    rows         counts  counts                owner
+----  ------  ------  ------  -----  ------  ------  ----  ------  -----
+   0      20      20      64  no         20      20    11      11      0
+DP0: pre-fix counts 5,5,5,5 where 16,4,0,0 are real: 11 real rows masked, 11 pads routed
 
-verdict: ok
-  every padded row has one attention-TP rank that owns it
+verdict: every row has one owner
+  a prefill graph of a pre-fix engine reads wrong counts on 1 of 1 DP ranks
 """
 
 
@@ -56,8 +57,9 @@ def test_the_table_shows_each_rank_and_what_the_raw_count_would_do(shard_bounds:
 
 
 def test_the_tables_fit_80_columns(shard_bounds: Any) -> None:
+    notes = ("DP0:", "DP1:", "DP2:", "bucket count:", "lost, leaked:")
     _, out = shard_bounds("--tokens 2700,16256,0 --raw-length 16384 --bucket 16384 --attn-tp 8")
-    assert max(len(line) for line in out.splitlines() if not line.startswith(("DP", "real masked"))) <= 80
+    assert max(len(line) for line in out.splitlines() if not line.startswith(notes)) <= 80
 
 
 def test_json_holds_the_counts_and_fits_the_schema(shard_bounds: Any) -> None:
@@ -108,16 +110,16 @@ def test_csv_is_the_table_with_its_header(shard_bounds: Any) -> None:
     [
         (
             "--tokens 2700 --raw-length 2704 --bucket 2816 --attn-tp 8",
-            "DP0: pre-fix count 338,338,338,338,338,338,338,334 against 352,352,352,352,352,352,352,236: "
-            "98 real rows masked, 98 pads routed",
+            "DP0: pre-fix counts 338,338,338,338,338,338,338,334 where 352,352,352,352,352,352,352,236 "
+            "are real: 98 real rows masked, 98 pads routed",
         ),
         (
             "--tokens 7 --bucket 8 --attn-tp 2",
-            "DP0: pre-fix count 4,3 agrees with the real rows of every shard",
+            "DP0: pre-fix counts 4,3 are the real rows of every shard",
         ),
         (
             "--tokens 6 --raw-length 6 --bucket 6 --attn-tp 4 --uneven",
-            "DP0: floor count 1,1,1,1 against 2,2,1,1: 2 real rows masked, 0 pads routed",
+            "DP0: floor counts 1,1,1,1 where 2,2,1,1 are real: 2 real rows masked, 0 pads routed",
         ),
         (
             "--tokens 10 --bucket 64 --attn-tp 4 --max-padding-factor 2",
@@ -125,7 +127,8 @@ def test_csv_is_the_table_with_its_header(shard_bounds: Any) -> None:
         ),
         (
             "--tokens 1000 --bucket 2048 --attn-tp 16",
-            "DP0: pre-fix count 63 x15,55 against 128 x7,104,0 x8: 496 real rows masked, 496 pads routed",
+            "DP0: pre-fix counts 63 x15,55 where 128 x7,104,0 x8 are real: "
+            "496 real rows masked, 496 pads routed",
         ),
         ("--tokens 8,8,8,8,8,8,8,8,8,8 --bucket 8 --attn-tp 1", "and 2 more DP ranks"),
     ],
@@ -136,14 +139,55 @@ def test_words_under_the_table_say_what_a_count_would_do(shard_bounds: Any, opti
     assert line in out.splitlines()
 
 
-def test_replicated_ranks_hold_all_rows(shard_bounds: Any) -> None:
-    code, out = shard_bounds("--tokens 20 --bucket 64 --attn-tp 2 --replicated --format json")
+@pytest.mark.parametrize(
+    ("options", "summary", "line"),
+    [
+        (
+            "--tokens 7,8 --bucket 8 --attn-tp 2",
+            "every row has one owner",
+            "pre-fix counts are right too, for this length and bucket",
+        ),
+        (
+            "--tokens 20,8,64 --bucket 64 --attn-tp 4 --dp-padding sum-len",
+            "every row has one owner",
+            "a prefill graph of a pre-fix engine reads wrong counts on 2 of 3 DP ranks",
+        ),
+        (
+            "--tokens 6 --raw-length 6 --bucket 64 --attn-tp 4 --uneven --max-padding-factor 2",
+            "every row has one owner",
+            "an eager prefill of a pre-fix engine reads wrong counts on 1 of 1 DP ranks",
+        ),
+        (
+            "--tokens 20 --bucket 64 --attn-tp 4 --replicated",
+            "every attention-TP rank holds all rows",
+            "a prefill graph of a pre-fix engine reads wrong counts on 1 of 1 DP ranks",
+        ),
+        (
+            "--tokens 26,3 --raw-length 26 --bucket 28 --attn-tp 8",
+            "rows without an owner on 2 of 2 DP ranks",
+            "pre-fix counts are right too, for this length and bucket",
+        ),
+    ],
+)
+def test_the_verdict_is_about_owners_and_says_what_a_pre_fix_engine_reads(
+    shard_bounds: Any, options: str, summary: str, line: str
+) -> None:
+    _, out = shard_bounds(options)
+    assert out[out.index("verdict:") :] == f"verdict: {summary}\n  {line}\n"
+
+
+def test_replicated_ranks_hold_all_rows_and_a_pre_fix_engine_counts_them_as_if_they_did_not(
+    shard_bounds: Any,
+) -> None:
+    code, out = shard_bounds("--tokens 20 --bucket 64 --attn-tp 4 --replicated --format json")
     document = json.loads(out)
-    bounds = [
-        (row["row_start"], row["row_end"], row["count_raw"]) for row in document["tables"]["shard_bounds"]
-    ]
-    assert bounds == [(0, 64, 20), (0, 64, 20)]
-    assert document["verdict"]["lines"] == ["every attention-TP rank holds all padded rows"]
+    names = (
+        *("row_start", "row_end", "real_rows", "count_bucket", "count_raw"),
+        *("real_rows_masked", "pads_routed"),
+    )
+    rows = [tuple(row[name] for name in names) for row in document["tables"]["shard_bounds"]]
+    assert rows == [(0, 64, 20, 20, 5, 15, 0)] * 4
+    assert document["verdict"]["summary"] == "every attention-TP rank holds all rows"
     assert code == 0
 
 

@@ -213,8 +213,7 @@ def test_requests_counted_where_tokens_are_meant_are_told():
     run = run_case(scenario, "count", before=FIXED, after=engine)
     finding = next(f for f in run.after.judgement.findings if f.code == "PAD003")
     assert finding.message == (
-        "count 6 where 16 rows are real; counts [6, 0, 0, 0] are what counting 6 requests where 24 tokens are "
-        "meant gives"
+        "count 6, real rows 16: counts [6, 0, 0, 0] are what counting 6 requests where 24 tokens are meant gives"
     )
 
 
@@ -245,15 +244,14 @@ def test_a_wrong_count_carries_all_counts_and_their_explanation():
         (rank, [16, 4, 0, 0], [5, 5, 5, 5]) for rank in range(4)
     ]
     assert findings[0].message == (
-        "count 5 where 16 rows are real; counts [5, 5, 5, 5] are what localising against the raw length 20 "
-        "instead of 64 rows gives"
+        "count 5, real rows 16: counts [5, 5, 5, 5] are what localising against the raw length 20 gives"
     )
 
 
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ([5, 5, 5, 5], "localising against the raw length 20 instead of 64 rows gives"),
+        ([5, 5, 5, 5], "localising against the raw length 20 gives"),
         ([20] * 4, "the DP rank's whole count 20 used on every shard gives"),
         ([33] * 4, "the count 33 of all DP ranks, not localised at all gives"),
         ([64] * 4, "a capture-time value, every row of the bucket real, gives"),
@@ -265,7 +263,7 @@ def test_a_wrong_count_carries_all_counts_and_their_explanation():
         ([0, 0, 4, 16], "giving the right counts to the wrong ranks gives"),
         ([17, 5, 1, 1], "being off by +1 on every rank gives"),
         ([16, 3, 0, 0], "being off by -1 before localising gives"),
-        ([None, 5, None, 5], "localising against the raw length 20 instead of 64 rows gives"),
+        ([None, 5, None, 5], "localising against the raw length 20 gives"),
     ],
 )
 def test_counts_are_explained_by_the_way_of_being_wrong_that_gives_exactly_them(counts, text):
@@ -318,7 +316,7 @@ def test_an_observation_of_the_wrong_form_is_not_judged(change, message):
     case = make_case(SCENARIO, "mask")
     truth = find_truth(case.scenario, case.plan, case.batches, case.layer)
     with pytest.raises(NotVerifiedError, match=message):
-        judge(case, truth, observe(change))
+        judge(case, truth, observe(change), "odd")
 
 
 def test_a_rank_that_did_not_answer_is_not_judged():
@@ -326,15 +324,158 @@ def test_a_rank_that_did_not_answer_is_not_judged():
     truth = find_truth(case.scenario, case.plan, case.batches, case.layer)
     observation = FIXED.observe(case)
     with pytest.raises(NotVerifiedError, match="once for every rank"):
-        judge(case, truth, replace(observation, ranks=observation.ranks[1:]))
+        judge(case, truth, replace(observation, ranks=observation.ranks[1:]), "fixed")
 
 
-def test_a_choice_between_tied_experts_is_reported_as_not_compared():
-    case = make_case(Scenario(tokens=(4,), bucket=4, attn_tp=1, experts=4), "mask")
-    case.batches[0].router_logits.fill_(1.0)
+def judge_ids(logits: list[float], ids: list[int], weights: list[float], **values):
+    """The judgement of one row of these logits that went to these ids."""
+    scenario = Scenario(**{"tokens": (1,), "bucket": 1, "attn_tp": 1, "experts": len(logits), **values})
+    case = make_case(scenario, "mask")
+    case.batches[0].router_logits.copy_(torch.tensor([logits]))
     truth = find_truth(case.scenario, case.plan, case.batches, case.layer)
-    ids = torch.tensor([[2, 3]] * 4, dtype=torch.int32)
-    seen = RankObservation(0, 0, 4, ids, torch.full((4, 2), 0.5))
-    judgement = judge(case, truth, Observation("other", (seen,)))
+    seen = RankObservation(0, 0, 1, torch.tensor([ids], dtype=torch.int32), torch.tensor([weights]))
+    return judge(case, truth, Observation("other", (seen,)), "other")
+
+
+def test_any_choice_among_tied_experts_is_right_and_no_other_is():
+    tied = [2.0, 1.0, 1.0, 0.0]
+    share = [0.7310586, 0.2689414]
+    assert judge_ids(tied, [0, 1], share).findings == judge_ids(tied, [0, 2], share).findings == ()
+    for ids, weights in (([0, 3], share), ([1, 2], share), ([0, 2], share[::-1]), ([0, 2], [0.74, 0.26])):
+        assert [finding.code for finding in judge_ids(tied, ids, weights).findings] == ["PAD019"]
+
+
+def test_a_row_that_rounding_decides_is_reported_as_not_checked():
+    judgement = judge_ids(
+        [1.0, 0.0, 1.0, 0.0], [2, 3], [0.7, 0.3], branch="grouped", num_expert_group=2, topk_group=1
+    )
     assert judgement.findings == ()
-    assert judgement.not_checked == ("4 real rows of other chose between experts that tie within rounding",)
+    assert judgement.not_checked == ("the routing of 1 real rows, which rounding decides",)
+
+
+def test_a_gap_well_beyond_rounding_is_no_tie():
+    judgement = judge_ids([2.0, 1.0, 1.0001, 0.0], [0, 1], [0.7310788, 0.2689212])
+    assert [finding.code for finding in judgement.findings] == ["PAD019"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "told"),
+    [
+        ("float32", 1.0001, True),
+        ("float32", 1.000001, False),
+        ("bfloat16", 1.03, True),
+        ("float16", 1.005, True),
+    ],
+)
+def test_weights_may_be_off_by_rounding_and_no_more(monkeypatch, dtype, factor, told):
+    route = topk._route
+
+    def mutant(*arguments):
+        weights, ids = route(*arguments)
+        return (weights.double() * factor).to(weights.dtype), ids
+
+    scenario = replace(SCENARIO, weight_dtype=dtype, renormalize=False)
+    assert plant(monkeypatch, scenario, _route=mutant) == ({"PAD019"} if told else set())
+
+
+def test_weights_of_less_precision_than_promised_are_told(monkeypatch):
+    route = topk._route
+
+    def mutant(*arguments):
+        weights, ids = route(*arguments)
+        return (weights * 1.2).bfloat16(), ids
+
+    assert plant(monkeypatch, SCENARIO, _route=mutant) == {"PAD019"}
+
+
+def change_rank(change, scenario: Scenario = SCENARIO, fault: str = "mask"):
+    """The judgement of the fixed engine with every rank's observation changed."""
+    case = make_case(scenario, fault)
+    truth = find_truth(case.scenario, case.plan, case.batches, case.layer)
+    seen = Observation("odd", tuple(change(rank) for rank in FIXED.observe(case).ranks))
+    return judge(case, truth, seen, "odd")
+
+
+def test_a_real_row_masked_in_one_column_is_lost():
+    def change(rank):
+        ids = rank.topk_ids.clone()
+        ids[0, 1] = -1
+        return replace(rank, topk_ids=ids)
+
+    lost = [outcome.lost for outcome in change_rank(change).outcomes]
+    assert lost == [(0,), (16,), (), (), (0,), (), (), ()]
+
+
+def test_a_real_hip_row_with_one_zero_weight_is_rerouted_and_not_lost():
+    def change(rank):
+        weights = rank.topk_weights.clone()
+        weights[0, 1] = 0
+        return replace(rank, topk_weights=weights)
+
+    judgement = change_rank(change, replace(SCENARIO, platform="hip"))
+    assert {finding.code for finding in judgement.findings} == {"PAD019"}
+
+
+def test_masked_hip_rows_are_held_to_the_range_of_ids_too():
+    def change(rank):
+        return replace(rank, topk_ids=torch.where(rank.topk_weights == 0, 99, rank.topk_ids))
+
+    judgement = change_rank(change, replace(SCENARIO, platform="hip", eplb="static"))
+    assert {finding.code for finding in judgement.findings} == {"PAD008"}
+    assert judgement.not_checked == (
+        "which ids in range masked rows hold (hip, with a remap or shared experts)",
+    )
+
+
+def test_the_replica_that_a_row_goes_to_is_said_to_be_unchecked():
+    judgement = change_rank(lambda rank: rank, replace(SCENARIO, eplb="dynamic", redundant_experts=2))
+    assert judgement.not_checked == ("which replica of an expert a row goes to",)
+
+
+def test_evidence_of_a_rerouted_row_has_both_sides_in_logical_ids_with_weights():
+    scenario = Scenario(tokens=(1,), bucket=4, attn_tp=1, eplb="static", redundant_experts=4)
+    judgement = change_rank(lambda rank: replace(rank, topk_weights=rank.topk_weights * 1.1), scenario)
+    (finding,) = judgement.findings
+    (expected,), (seen,) = finding.expected, finding.seen
+    assert (finding.code, expected["row"], expected["ids"]) == ("PAD019", 0, seen["ids"])
+    assert seen["weights"] == pytest.approx([1.1 * weight for weight in expected["weights"]])
+
+
+def test_an_error_without_text_is_an_error():
+    judgement = change_rank(lambda rank: replace(rank, error=""))
+    assert {finding.code for finding in judgement.findings} == {"PAD004"}
+
+
+def write_router(folder, body: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(f"import torch\n\ndef route(hidden_states, gating_output, topk, renormalize):\n{body}")
+    return f"{path}:route"
+
+
+HALVES = "torch.full((len(gating_output), topk), 0.5)"
+BODIES = {
+    "minus one": (f"    return {HALVES}, torch.full((len(gating_output), topk), -1)\n", {"PAD008"}),
+    "out of range": (
+        f"    return {HALVES}, (torch.zeros(len(gating_output), 1) + torch.tensor([90, 91])).long()\n",
+        {"PAD008"},
+    ),
+    "nan": ("    w, i = gating_output.topk(topk)\n    return w * float('nan'), i\n", {"PAD010"}),
+    "duplicates": ("    w, i = gating_output.topk(topk)\n    return w, i * 0\n", {"PAD009"}),
+    "zero weights": ("    w, i = gating_output.topk(topk)\n    return w * 0, i\n", set()),
+}
+
+
+@pytest.mark.parametrize(("body", "codes"), BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("platform", ["cuda", "hip"])
+def test_what_a_router_of_ones_own_gives_is_no_fault_of_the_mask(tmp_path, platform, body, codes):
+    scenario = Scenario(
+        tokens=(20,), router=write_router(tmp_path, body), platform=platform, pad_fill="zeros"
+    )
+    run = run_case(scenario, "mask", before=FIXED, after=FIXED)
+    assert {finding.code for finding in run.after.judgement.findings} == codes
+
+
+def test_a_router_is_given_the_hidden_states_of_its_own_rows(tmp_path):
+    body = "    w, i = hidden_states.softmax(-1).topk(topk)\n    return w, i.int()\n"
+    run = run_case(Scenario(router=write_router(tmp_path, body)), "mask", before=FIXED, after=FIXED)
+    assert run.after.judgement.findings == ()

@@ -56,7 +56,8 @@ def test_six_of_eight_rows_over_four_ranks_are_2_2_2_0_on_each_of_two_dp_ranks()
 
 @pytest.mark.parametrize(("n", "bucket"), [(5, 8), (7, 8), (3, 4)])
 def test_the_smallest_bucket_that_holds_the_length_is_chosen(n, bucket):
-    assert choose_bucket(n, [4, 8, 16, 2, 1]) == bucket
+    assert choose_bucket(n, [1, 2, 4, 8, 16]) == bucket
+    assert plan_padding([n], attn_tp_size=1, buckets=[8, 16, 4, 2, 8]).ranks[0].padded_num_tokens == bucket
 
 
 def test_one_busy_dp_rank_makes_three_idle_ones_hold_48768_pads_in_max_len_mode():
@@ -103,9 +104,16 @@ def test_a_bucket_beyond_the_padding_factor_means_eager_on_the_raw_length():
 
 
 def test_a_replicated_forward_keeps_every_row_and_the_whole_count_on_every_rank():
-    shards = plan_padding([20], attn_tp_size=4, buckets=[64], sharded=False).shards
+    shards = plan_padding([20], attn_tp_size=4, buckets=[64], gathered=False).shards
     assert [(s.row_start, s.row_end, s.real_rows, s.count_bucket, s.count_raw) for s in shards] == [
         (0, 64, 20, 20, 20)
+    ] * 4
+
+
+def test_a_pre_fix_engine_localises_a_replicated_forward_that_gathers():
+    shards = plan_padding([20], attn_tp_size=4, buckets=[64], sharded=False).shards
+    assert [(s.real_rows, s.count_bucket, s.count_raw, s.real_rows_masked) for s in shards] == [
+        (20, 20, 5, 15)
     ] * 4
 
 

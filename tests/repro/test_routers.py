@@ -322,9 +322,15 @@ def test_an_answer_that_keeps_the_contract_is_handed_on_as_it_is(weights: Tensor
         (None, "returned a NoneType; give a tuple of two tensors, (weights, ids)"),
         ([WEIGHTS, IDS], "returned a list; give a tuple of two tensors, (weights, ids)"),
         ((WEIGHTS, IDS, IDS), "returned a tuple of 3; give a tuple of two tensors, (weights, ids)"),
-        (([[1.0]], IDS), "returned a list in its tuple; give a tuple of two tensors, (weights, ids)"),
+        (
+            ([[1.0]], IDS),
+            "returned a list in its tuple that is no plain tensor; give a tuple of two tensors, (weights, ids)",
+        ),
         ((IDS, WEIGHTS), "returned (ids, weights); give (weights, ids)"),
-        ((IDS, IDS), "returned weights of torch.int64; give a floating dtype"),
+        (
+            (IDS, IDS),
+            "returned weights of torch.int64; give torch.float32, torch.bfloat16, torch.float16, torch.float64",
+        ),
         ((WEIGHTS, WEIGHTS), "returned ids of torch.float32; give int32 or int64"),
         ((WEIGHTS, IDS.short()), "returned ids of torch.int16; give int32 or int64"),
         ((WEIGHTS[:2], IDS), "returned weights of shape [2, 2]; give [3, 2], rows x top-k"),

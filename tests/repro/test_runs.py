@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.batch import make_batches, make_layer
-from repro.case import make_case
+from repro.case import make_case, route_alone
 from repro.engines import BUILTIN_ENGINES
-from repro.runs import compare_verdict, find_changes, repro_verdict, run_case, run_tables
+from repro.runs import compare_verdict, find_changes, repro_verdict, run_case, run_tables, shows_fault
 from repro.scenario import BRANCHES, PAD_FILLS, ROUTERS, Scenario
 
 PREFIX, FIXED = BUILTIN_ENGINES["prefix"], BUILTIN_ENGINES["fixed"]
@@ -30,7 +30,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     longest = -(-max(*tokens, 1) // (attn_tp * align * unit)) * attn_tp * align * unit
     bucket = longest + unit * draw(st.integers(0, 40 // unit))
     branch = draw(st.sampled_from([*BRANCHES, "custom", "custom"]))
-    router = draw(st.sampled_from(ROUTERS))
+    router = draw(st.sampled_from(ROUTERS)) if branch == "custom" else "softmax"
     top_k = {"sigmoid-top1": 1, "sparse-mixer": 2}.get(router, draw(st.integers(1, 4)))
     eplb = draw(st.sampled_from(["none", "static", "dynamic"])) if branch != "torch-native" else "none"
     return Scenario(
@@ -66,7 +66,7 @@ def walked_codes(scenario: Scenario, fault: str, *, fixed: bool) -> set[str]:
     """The codes that a run must find, from rows walked one by one and the pre-fix formula written out."""
     codes = set()
     a = scenario.attn_tp
-    sharded = scenario.sharded
+    sharded = scenario.gathered and not scenario.replicated
     refused = fault == "mask" and scenario.branch in (REFUSED_AFTER if fixed else REFUSED_BEFORE)
     if fault == "count" and scenario.branch == "torch-native":
         refused = True
@@ -239,18 +239,28 @@ def test_changes_are_sorted_into_fixed_introduced_and_remaining():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"tokens": (64,)}, "no pad rows"),
+        ({"tokens": (64,)}, "no rank owns a pad row"),
         ({"tokens": (20,), "raw_length": 64}, "the same count"),
         ({"tokens": (20,), "max_padding_factor": 2}, "eagerly"),
+        ({"mode": "decode"}, "decode graphs localised against the bucket before the fix too"),
+        ({"require_gathered_buffer": False}, "nothing localises the count"),
+        ({"enable_prefill_cp": True}, "nothing localises the count"),
     ],
 )
 def test_a_scenario_that_cannot_show_the_fault_says_why_and_is_no_success(values, reason):
     run = run_case(Scenario(**values), "count", before=PREFIX, after=FIXED)
     verdict = repro_verdict([run])
     assert verdict.exit_code == 1
-    assert "did not reproduce" in verdict.lines[1]
-    assert reason in verdict.lines[1]
+    assert "did not reproduce" in verdict.lines[0]
+    assert reason in verdict.lines[0]
     assert [text for text in compare_verdict([run]).not_checked if reason in text]
+
+
+def test_a_branch_that_took_the_count_before_cannot_show_the_mask_fault():
+    run = run_case(Scenario(branch="softmax"), "mask", before=PREFIX, after=FIXED)
+    verdict = repro_verdict([run])
+    assert verdict.exit_code == 1
+    assert "branch softmax took the count before the fix too" in verdict.lines[0]
 
 
 def test_real_rows_are_the_same_whatever_the_bucket_and_the_pads_hold():
@@ -260,7 +270,49 @@ def test_real_rows_are_the_same_whatever_the_bucket_and_the_pads_hold():
         n = one.num_token_non_padded_cpu
         assert torch.equal(one.router_logits[:n], other.router_logits[:n])
         assert torch.equal(one.hidden_states[:n], other.hidden_states[:n])
-    assert not torch.equal(small[0].router_logits[:13], small[1].router_logits[:13])
+
+
+def test_no_two_dp_ranks_hold_the_same_rows():
+    first, second = make_batches(s := Scenario(tokens=(13, 13), pad_fill="random"), s.plan())
+    assert not torch.equal(first.router_logits[:13], second.router_logits[:13])
+    assert not torch.equal(first.router_logits[13:], second.router_logits[13:])
+
+
+def test_the_oracle_knows_built_in_routers_of_itself():
+    assert route_alone(make_case(Scenario(), "mask")) is None
+    assert route_alone(make_case(Scenario(router="json:loads"), "mask")) is not None
+
+
+def test_a_fault_of_counts_needs_a_wrong_count_and_rows_gone_wrong():
+    run = run_case(Scenario(), "count", before=PREFIX, after=FIXED)
+    findings = run.before.judgement.findings
+    for kept, shown in (({"PAD003"}, False), ({"PAD001", "PAD002"}, False), ({"PAD003", "PAD002"}, True)):
+        judgement = replace(run.before.judgement, findings=tuple(f for f in findings if f.code in kept))
+        assert shows_fault("count", replace(run.before, judgement=judgement)) is shown
+
+
+def test_a_finding_on_more_rows_than_before_is_introduced():
+    few, many = (run_case(Scenario(tokens=(n,)), "mask", before=PREFIX, after=PREFIX) for n in (40, 20))
+    run = replace(few, after=many.after)
+    worse = [change for change in find_changes([run]) if change.finding.code == "PAD001"]
+    assert [(c.change, c.finding.rows) for c in worse] == [
+        ("introduced", "20-31"),
+        ("introduced", "32-47"),
+        ("remaining", "48-63"),
+    ]
+
+
+def test_a_stale_count_would_be_seen_since_a_full_batch_was_replayed_before(monkeypatch):
+    keep_first = set()
+
+    def once(self, buffer, forward_batch, ctx):
+        if id(buffer) not in keep_first:
+            keep_first.add(id(buffer))
+            buffer.fill_(ctx.padded_num_tokens // self.size)
+
+    monkeypatch.setattr("repro.registry._AttnTp.post_fill_from_host", once)
+    run = run_case(Scenario(), "count", before=PREFIX, after=FIXED)
+    assert "PAD003" in found_codes(run.after)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_side_reads_back_bit_for_bit(tmp_path, monkeypatch, spec, side, engine
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run.json", document())
     saved = load_engine(spec, side=side)
-    assert (saved.name, saved.scenario.to_dict()) == (engine.name, SCENARIO.to_dict())
+    assert (saved.name, saved.scenario.to_dict()) == (f"run.json#{engine.name}", SCENARIO.to_dict())
     for fault in ("mask", "count"):
         case = make_case(SCENARIO, fault)
         seen, again = engine.observe(case), saved.observe(case)
@@ -58,8 +58,10 @@ def test_a_saved_run_is_judged_as_the_engine_was(tmp_path):
     saved = load_engine(str(path), side="before")
     for fault in ("mask", "count"):
         live = run_case(SCENARIO, fault, before=PREFIX, after=saved)
-        assert live.after.judgement == live.before.judgement
-        assert live.after.judgement.findings
+        as_live = tuple(replace(finding, engine="prefix") for finding in live.after.judgement.findings)
+        assert as_live == live.before.judgement.findings != ()
+        assert live.after.judgement.outcomes == live.before.judgement.outcomes
+        assert {finding.engine for finding in live.after.judgement.findings} == {f"{path}#prefix"}
 
 
 def test_a_run_that_was_tampered_with_is_judged_by_what_it_holds(tmp_path):
@@ -102,7 +104,7 @@ def first_rank(saved: dict) -> dict:
         (damaged(lambda d: d["scenario"].update(evil=1)), "its scenario is wrong: evil"),
         (damaged(lambda d: d.update(cases=[])), "holds no cases"),
         (damaged(lambda d: d.update(cases=[1])), "damaged"),
-        (damaged(lambda d: first_rank(d).update(num_token_non_padded="16")), "wrong type"),
+        (damaged(lambda d: first_rank(d).update(num_token_non_padded="16")), "no int32"),
         (damaged(lambda d: first_rank(d)["topk_ids"].update(dtype="object")), "KeyError"),
         (damaged(lambda d: first_rank(d)["topk_ids"].update(shape=[10**9, 10**9])), "bytes where"),
         (damaged(lambda d: first_rank(d)["topk_ids"].update(shape=[-16, -2])), "a tensor of shape"),

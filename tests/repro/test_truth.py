@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from repro.batch import PaddedBatch, make_layer
 from repro.scenario import Scenario
-from repro.truth import RowTruth, find_truth
+from repro.truth import RowTruth, another_choice, find_truth
 
 
 def truth_of(logits, scenario: Scenario):
@@ -95,12 +95,33 @@ def test_the_correction_bias_decides_the_choice_and_the_unbiased_score_is_the_we
         assert list(row.weights) == pytest.approx(score[chosen].tolist(), rel=1e-6)
 
 
-def test_the_margin_is_the_smallest_gap_between_a_choice_and_what_it_passed_over():
-    assert route([0.0, 1.0, 1.0, 1.0], branch="softmax").margin == 0
-    assert route(LOG, branch="softmax").margin == pytest.approx(1 / 2)
-    assert route([1.0, 2.0], branch="softmax").margin == math.inf
-    # Two groups as good as each other: either may be taken.
-    assert route([1.0, 0.0, 1.0, 0.0], branch="grouped").margin == 0
+def test_only_experts_at_the_cut_are_tied():
+    assert route([2.0, 1.0, 1.0, 0.0], branch="softmax").tied == {1, 2}
+    assert route([2.0, 1.0, 1.0 + 1e-6, 0.0], branch="softmax").tied == {1, 2}
+    assert route([2.0, 1.0, 1.001, 0.0], branch="softmax").tied == frozenset()
+    assert route([1.0, 1.0], branch="softmax").tied == frozenset()
+
+
+def test_another_choice_is_right_among_tied_experts_only():
+    scenario = Scenario(
+        tokens=(1,), bucket=1, attn_tp=1, branch="softmax", experts=4, num_fused_shared_experts=1
+    )
+    row = truth_of([[2.0, 1.0, 1.0, 0.0]], scenario).routing[0][0]
+    other = another_choice(row, [2, 0], scenario)
+    assert other is not None
+    assert other.ids == (2, 0, 4)
+    assert other.weights == pytest.approx((1 / (1 + math.e), math.e / (1 + math.e), 1.0))
+    for wrong in ([0, 3], [1, 2], [0, 0], [0], [0, 1, 2]):
+        assert another_choice(row, wrong, scenario) is None
+
+
+def test_a_row_whose_groups_tie_or_whose_neighbourhood_does_is_ambiguous():
+    assert route([1.0, 0.0, 1.0, 0.0], branch="grouped").ambiguous
+    assert not route([1.0, 0.0, 1.1, 0.0], branch="grouped").ambiguous
+    # 0.98 is 2 % below 1.0: in or out by rounding.
+    assert route([1.0, 0.98, 0.5, -1.0], router="sparse-mixer").ambiguous
+    assert route([1.0, 1.0, 0.5, -1.0], router="sparse-mixer").ambiguous
+    assert not route([1.0, 0.9, 0.5, -1.0], router="sparse-mixer").ambiguous
 
 
 @settings(deadline=None)
