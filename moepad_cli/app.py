@@ -20,6 +20,9 @@ from moepad_cli.options import add_parameters, common_parameters
 
 PROGRAM = "moepad"
 MAX_LINE = 2000
+EXIT_CODES = (
+    "Exit codes: 0 as it should be, 1 findings, 2 a wrong call, 3 could not be verified, 4 an internal error."
+)
 COMPLETE_VARIABLE = "_MOEPAD_COMPLETE"
 
 
@@ -53,7 +56,7 @@ def _root(
 
 
 def _build() -> typer.Typer:
-    built = typer.Typer(name=PROGRAM, cls=_Commands, pretty_exceptions_enable=False)
+    built = typer.Typer(name=PROGRAM, cls=_Commands, epilog=EXIT_CODES, pretty_exceptions_enable=False)
     add_parameters(_root, common_parameters())
     built.callback(invoke_without_command=True)(_root)
     for command in (repro, shard_bounds, compare, explain, schema):

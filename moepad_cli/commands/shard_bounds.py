@@ -215,8 +215,8 @@ def _rank_view(plan: PaddingPlan) -> View:
         for shard in plan.shards
     ]
     note = (
-        "bucket count: localised against the bucket, as the fix does; raw count: against the raw length\n"
-        "lost, leaked: real rows masked and pad rows routed by a graph that reads the raw count"
+        "bucket count: cut from the bucket, as the fix does; raw count: from the raw length\n"
+        "lost, leaked: real rows masked, pad rows routed, where a graph reads the raw count"
     )
     return View("Rows and counts of each rank", headings, rows, note)
 

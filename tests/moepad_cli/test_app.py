@@ -76,6 +76,7 @@ def test_the_help_is_formatted_by_rich_and_lists_every_command() -> None:
     assert "╭─ Commands ─" in done.stdout
     for command in ("repro", "shard-bounds", "compare", "explain", "schema"):
         assert f"│ {command} " in done.stdout
+    assert "Exit codes: 0 as it should be, 1 findings, 2 a wrong call" in done.stdout
 
 
 def test_no_command_shows_the_help_and_is_a_mistake() -> None:

@@ -26,8 +26,8 @@ rank     rank  owned  rows  rows   count  count
    0        1  16-31     4    12       4      5     0       1
    0        2  32-47     0    16       0      5     0       5
    0        3  48-63     0    16       0      5     0       5
-bucket count: localised against the bucket, as the fix does; raw count: against the raw length
-lost, leaked: real rows masked and pad rows routed by a graph that reads the raw count
+bucket count: cut from the bucket, as the fix does; raw count: from the raw length
+lost, leaked: real rows masked, pad rows routed, where a graph reads the raw count
 
 Sums of each DP rank
   DP    real     raw  padded  eager  bucket     raw  lost  leaked     no
