@@ -37,6 +37,7 @@ class RowTruth:
     tied: frozenset[int] = frozenset()
     scores: tuple[float, ...] = ()
     ambiguous: bool = False
+    renormalize: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _pick(
         return RowTruth(tuple(ids), weights, ambiguous=ambiguous)
     cut = choice[order[k - 1]]
     tied = frozenset(e for e in order if _gap(max(choice[e], cut), min(choice[e], cut)) < TIE)
-    return RowTruth(tuple(ids), weights, tied, tuple(scores), ambiguous)
+    return RowTruth(tuple(ids), weights, tied, tuple(scores), ambiguous, renormalize)
 
 
 def _weights(ids: Sequence[int], scores: Sequence[float], *, renormalize: bool) -> list[float]:
@@ -208,7 +209,7 @@ def another_choice(row: RowTruth, ids: Sequence[int], scenario: Scenario) -> Row
     chosen = set(ids)
     if len(chosen) != len(ids) or len(ids) != len(routed) or not chosen ^ routed <= row.tied:
         return None
-    weights = tuple(_weights(ids, row.scores, renormalize=scenario.renormalize))
+    weights = tuple(_weights(ids, row.scores, renormalize=row.renormalize))
     return _with_shared_experts(RowTruth(tuple(ids), weights), scenario)
 
 

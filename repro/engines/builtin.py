@@ -48,8 +48,9 @@ class BuiltinEngine:
             shard.dp_rank,
             shard.attn_tp_rank,
             int(count.item()) if error is None else None,
-            output.topk_ids.cpu(),
-            output.topk_weights.cpu(),
+            # Copies: a routing function may hand out the same buffer at every call.
+            output.topk_ids.cpu().clone(),
+            output.topk_weights.cpu().clone(),
             error,
         )
 

@@ -479,3 +479,21 @@ def test_a_router_is_given_the_hidden_states_of_its_own_rows(tmp_path):
     body = "    w, i = hidden_states.softmax(-1).topk(topk)\n    return w, i.int()\n"
     run = run_case(Scenario(router=write_router(tmp_path, body)), "mask", before=FIXED, after=FIXED)
     assert run.after.judgement.findings == ()
+
+
+def test_a_tied_row_of_a_router_that_never_renormalises_is_right():
+    values = {"router": "sigmoid-top1", "top_k": 1}
+    for expert in (1, 2):
+        assert judge_ids([-1.0, 0.3, 0.3], [expert], [0.5744425], **values).findings == ()
+    assert judge_ids([-1.0, 0.3, 0.3], [1], [1.0], **values).findings != ()
+
+
+def test_a_router_that_hands_out_one_buffer_again_and_again_is_right(tmp_path):
+    body = (
+        "    w, i = gating_output.softmax(-1).topk(topk)\n"
+        "    out = BUFFER[: len(w), :topk]\n"
+        "    out.copy_(w)\n"
+        "    return out, i.int()\n\nBUFFER = torch.empty(64, 8)\n"
+    )
+    run = run_case(Scenario(router=write_router(tmp_path, body)), "mask", before=FIXED, after=FIXED)
+    assert run.after.judgement.findings == ()
