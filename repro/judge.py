@@ -87,12 +87,17 @@ def judge(case: Case, truth: Truth, observation: Observation, engine: str) -> Ju
         tuple(findings),
         tuple(shard_judge.outcome() for shard_judge in judges),
         tuple(counts[expert] for expert in range(case.scenario.experts)),
-        tuple(_not_checked(case, sum(shard_judge.ambiguous for shard_judge in judges))),
+        tuple(_not_checked(case, truth, sum(shard_judge.ambiguous for shard_judge in judges))),
     )
 
 
-def _not_checked(case: Case, ambiguous: int) -> Iterator[str]:
+def _not_checked(case: Case, truth: Truth, ambiguous: int) -> Iterator[str]:
     scenario = case.scenario
+    if scenario.eplb != "none" and truth.out_of_range:
+        yield (
+            f"what the remap makes of ids outside 0..{scenario.experts - 1}: "
+            f"rows with one went in as experts 0..{scenario.top_k - 1}"
+        )
     if ambiguous:
         yield f"the routing of {ambiguous} real rows, which rounding decides"
     if scenario.redundant_experts:
@@ -127,6 +132,7 @@ class _ShardJudge:
             masked_columns = (ids == -1) & ~self._rows_where(lambda row: -1 in row.ids).unsqueeze(1)
             stays_in = ~masked_columns
             lost = masked_columns.any(dim=1)
+        self._out_of_range = self._rows_where(lambda row: row.out_of_range)
         self._masked_columns = masked_columns
         self._leaked = _numbers(~real & stays_in.any(dim=1))
         self._lost = _numbers(real & lost)
@@ -164,6 +170,8 @@ class _ShardJudge:
         for i, row_ids, row_weights in zip(real, ids, weights, strict=True):
             row = self._routing[self._shard.rows[i]]
             logical = [self._logical(physical) for physical in row_ids]
+            if row.out_of_range:
+                continue
             if row.ambiguous:
                 self.ambiguous += 1
                 continue
@@ -212,8 +220,7 @@ class _ShardJudge:
     def findings(self) -> list[Finding]:
         """Everything about this shard alone; counts are explained for the whole DP rank elsewhere."""
         found = []
-        case, ids, weights = self._case, self._seen.topk_ids, self._seen.topk_weights
-        shard, platform = self._shard, "zero weights" if self._hip else "id -1"
+        platform = "zero weights" if self._hip else "id -1"
         if self._seen.error is not None:
             text = f"raised when given num_token_non_padded: {self._seen.error}"
             found.append(self._finding("PAD004", text, seen=self._seen.error))
@@ -227,48 +234,59 @@ class _ShardJudge:
             found.append(
                 self._finding("PAD002", text, self._lost, expected="routed", seen=self._quote(self._lost))
             )
+        found += self._contract_findings()
+        if self._rerouted:
+            found.append(self._rerouted_finding())
+        return found + self._count_findings()
+
+    def _contract_findings(self) -> Iterator[Finding]:
+        ids, weights = self._seen.topk_ids, self._seen.topk_weights
         # Masked rows may hold anything; only rows that reach dispatch are held to it. A CUDA row may be masked
         # in part.
-        reach = torch.tensor(shard.real, dtype=torch.bool)
+        reach = torch.tensor(self._shard.real, dtype=torch.bool)
         reach[self._leaked] = True
         if self._hip:
             reach[self._lost] = False
         sentinel = torch.zeros_like(ids, dtype=torch.bool) if self._hip else self._masked_columns
         outside = ((ids < 0) | (ids >= self._num_ids)) & ~sentinel
-        duplicate = _duplicates(ids, sentinel | outside)
-        non_finite = ~weights.isfinite() & ~sentinel
-        for code, held, columns, text in (
-            # HIP kernels index with the ids of masked rows too.
-            ("PAD008", reach | self._hip, outside, f"ids outside 0..{self._num_ids - 1}"),
-            ("PAD009", reach, duplicate, "an expert twice"),
-            ("PAD010", reach, non_finite, "weights that are not finite"),
+        # HIP kernels index with the ids of masked rows too.
+        yield from self._range_findings(_numbers((reach | self._hip) & outside.any(dim=1)))
+        # What an engine made of an id that no expert has says nothing more.
+        duplicate = _duplicates(ids, sentinel | outside) & ~self._out_of_range.unsqueeze(1)
+        for code, columns, text in (
+            ("PAD009", duplicate, "an expert twice"),
+            ("PAD010", ~weights.isfinite() & ~sentinel, "weights that are not finite"),
         ):
-            rows = _numbers(held & columns.any(dim=1))
+            rows = _numbers(reach & columns.any(dim=1))
             if rows:
-                found.append(
-                    self._finding(
-                        code,
-                        f"{_plural(rows, 'row holds', 'rows hold')} {text}",
-                        rows,
-                        seen=self._quote(rows),
-                    )
-                )
-        if self._rerouted:
-            text = (
-                f"{_plural(self._rerouted, 'real row has', 'real rows have')} other experts or weights than "
+                message = f"{_plural(rows, 'row holds', 'rows hold')} {text}"
+                yield self._finding(code, message, rows, seen=self._quote(rows))
+
+    def _range_findings(self, outside: Sequence[int]) -> Iterator[Finding]:
+        """PAD008: ``outside`` are rows with such ids as seen; those that the router gave itself come beside."""
+        by_router = _numbers(self._out_of_range)
+        rows = [row for row in outside if row not in by_router]
+        texts = []
+        if by_router:
+            texts.append(
+                f"the router itself gives {_plural(by_router, 'real row', 'real rows')} "
+                f"ids outside 0..{self._case.scenario.experts - 1}"
             )
-            if case.routing_function is None or case.scenario.router in ROUTER_NAMES:
-                text += "the row's own logits give"
-            else:
-                text += (
-                    "the router gives that row alone: it looks at other rows (PAD011), or the engine is wrong"
-                )
-            expected = [self._truth_of(i) for i in self._rerouted[:MOST_ROWS_QUOTED]]
-            seen = [
-                {**row, "ids": [self._logical(i) for i in row["ids"]]} for row in self._quote(self._rerouted)
-            ]
-            found.append(self._finding("PAD019", text, self._rerouted, expected=expected, seen=seen))
-        return found + self._count_findings()
+        if rows:
+            texts.append(f"{_plural(rows, 'row holds', 'rows hold')} ids outside 0..{self._num_ids - 1}")
+        if texts:
+            seen = [self._truth_of(row) for row in by_router[:MOST_ROWS_QUOTED]] or self._quote(rows)
+            yield self._finding("PAD008", "; ".join(texts), sorted(by_router + rows), seen=seen)
+
+    def _rerouted_finding(self) -> Finding:
+        text = f"{_plural(self._rerouted, 'real row has', 'real rows have')} other experts or weights than "
+        if self._case.routes_alone is None:
+            text += "the row's own logits give"
+        else:
+            text += "the router gives that row alone: it looks at other rows (PAD011), or the engine is wrong"
+        expected = [self._truth_of(i) for i in self._rerouted[:MOST_ROWS_QUOTED]]
+        seen = [{**row, "ids": [self._logical(i) for i in row["ids"]]} for row in self._quote(self._rerouted)]
+        return self._finding("PAD019", text, self._rerouted, expected=expected, seen=seen)
 
     def _count_findings(self) -> list[Finding]:
         found = []

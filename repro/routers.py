@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -20,7 +22,9 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from repro._scoring import choose, grouped_topk, plain_topk, renormalized, score
 from repro.errors import FieldError, one_line
@@ -30,9 +34,6 @@ __all__ = ["ROUTER_NAMES", "RouterError", "RoutingFunction", "call_router", "loa
 Routed = tuple[Tensor, Tensor]
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# Everything that a user's code may raise, a request to exit among it; only Ctrl-C is not its own.
-_ANY = (Exception, SystemExit, GeneratorExit)
 
 _SOFTCAP = 30.0
 _SPARSE_MIXER_EPS = 0.01
@@ -179,12 +180,11 @@ def load_router(
         raise RouterError(f"{spec!r} is no router; {_suggestion(spec)}")
     is_file = source.endswith(".py") or "/" in source or "\\" in source
     module = _load_file(spec, Path(source)) if is_file else _import_module(spec, source)
-    try:
-        function = attrgetter(attribute)(module)
-    except AttributeError:
-        raise RouterError(f"{spec}: {source} has no {attribute!r}; {_functions_of(module)}") from None
-    except _ANY as err:
-        raise RouterError(f"{spec}: looking up {attribute!r} raised {one_line(err)}") from err
+    with _user_code(f"{spec}: looking up {attribute!r}"):
+        try:
+            function = attrgetter(attribute)(module)
+        except AttributeError:
+            raise RouterError(f"{spec}: {source} has no {attribute!r}; {_functions_of(module)}") from None
     if not callable(function):
         raise RouterError(f"{spec}: {attribute} is a {type(function).__name__}; give a function")
     return cast(RoutingFunction, function)
@@ -199,34 +199,102 @@ def call_router(
     *,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids of ``function``, with the contract of ``RoutingFunction`` checked; reads no values.
+    """Weights and ids of ``function`` as plain tensors of their own; reads no values on the host.
 
     Raises:
-        RouterError: the function raised (which is then the cause), or returned something else.
+        RouterError: the function raised (which is then the cause), or broke the contract of ``RoutingFunction``.
     """
-    try:
-        with _torch_undisturbed():
-            answer: Any = function(
-                hidden_states=hidden_states, gating_output=gating_output, topk=topk, renormalize=renormalize
-            )
-    except _ANY as err:
-        raise RouterError(f"{name} raised {one_line(err)}") from err
-    problem = _breach(answer, gating_output, topk)
-    if problem:
-        raise RouterError(f"{name} {problem}")
-    return cast(Routed, answer)
+    with _user_code(name):
+        answer: Any = function(
+            hidden_states=hidden_states, gating_output=gating_output, topk=topk, renormalize=renormalize
+        )
+    with _user_code(f"{name} returned an answer; reading it"):
+        problem = _breach(answer, gating_output, topk)
+        if not problem:
+            weights, ids = answer
+            return _plain_copy(weights), _plain_copy(ids)
+    raise RouterError(f"{name} {problem}")
+
+
+@torch.no_grad()
+def _plain_copy(tensor: Tensor) -> Tensor:
+    """Neither a view nor lazy, without gradient, and out of the reach of whoever made ``tensor``."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @contextmanager
-def _torch_undisturbed() -> Iterator[None]:
-    """Puts back the global settings of torch that a user's code may leave changed for everybody."""
+def _user_code(doing: str) -> Iterator[None]:
+    """Runs a user's code: torch's global settings and modes are put back after it.
+
+    Ctrl-C is not the code's own, nor what a handler of a signal raises to end the process; both pass through.
+
+    Raises:
+        RouterError: ``doing`` and what the code raised, in one line; or a mode of torch was left entered.
+    """
     dtype, device, grad = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    stacks = [(stack, stack.modes()) for stack in (_DISPATCH_MODES, _FUNCTION_MODES)]
+    left: list[str] = []
     try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None if device.type == "cpu" else device)
-        torch.set_grad_enabled(grad)
+        try:
+            yield
+        finally:
+            for stack, modes in stacks:
+                left += stack.put_back(modes)
+            torch.set_default_dtype(dtype)
+            if torch.get_default_device() != device:
+                torch.set_default_device(None if device.type == "cpu" else device)
+            torch.set_grad_enabled(grad)
+    except (RouterError, KeyboardInterrupt):
+        raise
+    except BaseException as err:
+        if not isinstance(err, Exception) and _is_from_a_signal(err):
+            raise
+        raise RouterError(f"{doing} raised {one_line(err)}") from err
+    if left:
+        raise RouterError(f"{doing} left {', '.join(left)} entered; enter modes of torch in a with statement")
+
+
+def _is_from_a_signal(err: BaseException) -> bool:
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(err.__traceback__))
+
+
+@dataclass(frozen=True)
+class _ModeStack:
+    """One of torch's stacks of modes, innermost last."""
+
+    modes: Callable[[], list[Any]]
+    push: Callable[[Any], None]
+    pop: Callable[[Any], object]
+
+    def put_back(self, wanted: list[Any]) -> list[str]:
+        """Makes the stack ``wanted`` again; gives the modes that were left on it, but for default devices."""
+        left = []
+        while (modes := self.modes()) != wanted[: len(modes)]:
+            mode = modes[-1]
+            if not any(mode is other for other in wanted):
+                if not isinstance(mode, DeviceContext):
+                    left.append(type(mode).__name__)
+                with suppress(Exception):
+                    mode.__exit__(None, None, None)
+            if (now := self.modes()) and now[-1] is mode:
+                self.pop(mode)
+        for mode in wanted[len(modes) :]:
+            self.push(mode)
+        return left
+
+
+_DISPATCH_MODES = _ModeStack(
+    _python_dispatch._get_current_dispatch_mode_stack,
+    _python_dispatch._push_mode,
+    # Some modes have a slot of their own, by a key.
+    lambda mode: _python_dispatch._pop_mode(getattr(mode, "_mode_key", None)),
+)
+_FUNCTION_MODES = _ModeStack(
+    overrides._get_current_function_mode_stack,
+    overrides._push_mode,
+    lambda _mode: overrides._pop_mode(),  # type: ignore[no-untyped-call]
+)
 
 
 def _breach(answer: Any, gating_output: Tensor, topk: int) -> str:
@@ -253,7 +321,17 @@ def _breach(answer: Any, gating_output: Tensor, topk: int) -> str:
             return (
                 f"returned {what} on {value.device}; give them on {gating_output.device}, as the logits are"
             )
+        # Lazy zeros, and a tensor whose storage was shrunk, have less than they say.
+        if value.numel() and value.untyped_storage().nbytes() < _bytes_spanned(value):
+            return f"returned {what} without the memory that their shape needs; {wanted}"
     return ""
+
+
+def _bytes_spanned(tensor: Tensor) -> int:
+    """From the start of the storage to the end of the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.element_size()
 
 
 def _check_topk(topk: int, needed: int) -> None:
@@ -279,17 +357,15 @@ def _functions_of(module: ModuleType) -> str:
 
 
 def _import_module(spec: str, name: str) -> ModuleType:
-    try:
-        with _torch_undisturbed():
+    with _user_code(f"{spec}: importing {name}"):
+        try:
             return importlib.import_module(name)
-    except ModuleNotFoundError as err:
-        if err.name and (name == err.name or name.startswith(f"{err.name}.")):
-            raise RouterError(
-                f"{spec}: no module {err.name!r} can be imported; install it, or give path/file.py:function"
-            ) from err
-        raise RouterError(f"{spec}: importing {name} raised {one_line(err)}") from err
-    except _ANY as err:
-        raise RouterError(f"{spec}: importing {name} raised {one_line(err)}") from err
+        except ModuleNotFoundError as err:
+            if err.name and (name == err.name or name.startswith(f"{err.name}.")):
+                raise RouterError(
+                    f"{spec}: no module {err.name!r} can be imported; install it, or give path/file.py:function"
+                ) from err
+            raise
 
 
 def _load_file(spec: str, path: Path) -> ModuleType:
@@ -303,9 +379,9 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     # serve an older text of it. Listed before it runs, because dataclasses look their module up.
     sys.modules[module.__name__] = module
     try:
-        with _torch_undisturbed():
+        with _user_code(f"{spec}: running {path}"):
             exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102
-    except _ANY as err:
+    except BaseException:
         sys.modules.pop(module.__name__, None)
-        raise RouterError(f"{spec}: running {path} raised {one_line(err)}") from err
+        raise
     return module

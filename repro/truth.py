@@ -30,6 +30,7 @@ class RowTruth:
     ``tied`` are the experts, chosen or not, whose scores are at the cut within rounding: another choice among
     them is as right, with the weights that ``scores`` (by expert, empty where nothing is tied) then give.
     ``ambiguous`` is a row where rounding decides more than that, so that nothing can be said of its routing.
+    ``out_of_range`` is a row to which a user's own function gives an id outside 0..E-1: no routing is right.
     """
 
     ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class RowTruth:
     scores: tuple[float, ...] = ()
     ambiguous: bool = False
     renormalize: bool = False
+    out_of_range: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,18 @@ class Truth:
     routing: tuple[tuple[RowTruth, ...], ...]
     unowned: tuple[tuple[int, ...], ...]
 
+    @property
+    def out_of_range(self) -> bool:
+        """Whether any row is."""
+        return any(row.out_of_range for rows in self.routing for row in rows)
+
     def expert_counts(self, num_experts: int) -> list[int]:
         """Routes of each logical expert, real rows only, each row counted once however many ranks hold it."""
         counts = [0] * num_experts
         for rows in self.routing:
             for row in rows:
                 for expert in row.ids:
-                    if expert < num_experts:
+                    if 0 <= expert < num_experts:
                         counts[expert] += 1
         return counts
 
@@ -90,7 +97,8 @@ def find_truth(
                 row = _route(scenario, layer, row_logits)
             else:
                 ids, weights = route_alone(batch, number)
-                row = RowTruth(tuple(ids), tuple(weights))
+                outside = not all(0 <= expert < scenario.experts for expert in ids)
+                row = RowTruth(tuple(ids), tuple(weights), out_of_range=outside)
             rows.append(_with_shared_experts(row, scenario))
         routing.append(tuple(rows))
     shards, unowned = _owners(plan)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from repro._files import read_bounded
-from repro.case import Case, inputs_digest, route_alone
+from repro.case import Case, inputs_digest
 from repro.engines.protocol import Observation, RankObservation
 from repro.errors import MAX_TEXT, FieldError, NotVerifiedError, RunFileError, one_line, shown
 from repro.scenario import Scenario, scenario_from_values
@@ -129,8 +129,11 @@ def _read_document(document: Any, path: Path, engine: str | None, side: str) -> 
     if not isinstance(document["scenario"], dict):
         raise TypeError("scenario")
     scenario = scenario_from_values(document["scenario"])
-    cases = {}
+    cases: dict[str, SavedCase] = {}
     for case in document["cases"]:
+        fault = str(case["fault"])
+        if fault in cases:
+            raise RunFileError(f"{path}: holds two cases of fault {shown(fault)}; make the run again")
         sides = {which: case[which] for which in ("before", "after")}
         if engine is None:
             chosen = sides[side]
@@ -140,7 +143,7 @@ def _read_document(document: Any, path: Path, engine: str | None, side: str) -> 
                 names = ", ".join(dict.fromkeys(str(saved["engine"]) for saved in sides.values()))
                 raise RunFileError(f"{path}: has no engine '{engine}'; it has {names}")
             chosen = named[0]
-        cases[str(case["fault"])] = SavedCase(
+        cases[fault] = SavedCase(
             str(case["inputs_sha256"]), _read_observation(chosen), _read_reference(case["reference"])
         )
     if not cases:
@@ -150,12 +153,10 @@ def _read_document(document: Any, path: Path, engine: str | None, side: str) -> 
 
 
 def _reference(case: Case) -> Reference | None:
-    route = route_alone(case)
-    if route is None:
+    if case.routes_alone is None:
         return None
     reference = []
-    for batch in case.batches:
-        routes = [route(batch, row) for row in range(batch.num_token_non_padded_cpu)]
+    for routes in case.routes_alone:
         shape = (len(routes), case.scenario.top_k)
         ids = torch.tensor([ids for ids, _ in routes], dtype=torch.int64).reshape(shape)
         weights = torch.tensor([weights for _, weights in routes], dtype=torch.float64).reshape(shape)

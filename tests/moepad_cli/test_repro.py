@@ -74,7 +74,7 @@ before: prefix   after: fixed   device: cpu
 tokens 20   bucket 64   attention TP 4   prefill
 16 experts, top-2   platform cuda
 
-fault count: local counts of each rank (branch softmax)
+fault count: local counts of each rank (branch grouped)
 DP  TP  rows   real   count  count    lost  leaked   lost  leaked
                      before  after  before  before  after   after
 --  --  -----  ----  ------  -----  ------  ------  -----  ------
@@ -212,6 +212,43 @@ def disturbs(hidden_states, gating_output, topk, renormalize):
     weights, ids = best(hidden_states, gating_output, topk, renormalize)
     return weights.double(), ids
 
+def cancelled(**_):
+    import asyncio
+    raise asyncio.CancelledError
+
+def interrupted(**_):
+    raise KeyboardInterrupt
+
+def stopped(**_):
+    import signal
+    signal.raise_signal(signal.SIGTERM)
+
+def fakes(hidden_states, gating_output, topk, renormalize):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    answer = best(hidden_states, gating_output, topk, renormalize)
+    FakeTensorMode().__enter__()
+    return answer
+
+def cancelled_on_pads(hidden_states, gating_output, topk, renormalize):
+    return cancelled() if len(gating_output) > 1 else best(hidden_states, gating_output, topk, renormalize)
+
+def fakes_on_pads(hidden_states, gating_output, topk, renormalize):
+    which = fakes if len(gating_output) > 1 else best
+    return which(hidden_states, gating_output, topk, renormalize)
+
+def negated(hidden_states, gating_output, topk, renormalize):
+    weights, ids = best(hidden_states, gating_output, topk, renormalize)
+    return torch._neg_view(-weights), torch._neg_view(-ids)
+
+def beyond(hidden_states, gating_output, topk, renormalize):
+    weights, ids = best(hidden_states, gating_output, topk, renormalize)
+    return weights, ids + gating_output.shape[1]
+
+def counts(hidden_states, gating_output, topk, renormalize):
+    with open("calls", "a") as file:
+        file.write(".")
+    return best(hidden_states, gating_output, topk, renormalize)
+
 def finite(hidden_states, gating_output, topk, renormalize):
     assert gating_output.isfinite().all(), "pads reached the router"
     return best(hidden_states, gating_output, topk, renormalize)
@@ -252,6 +289,76 @@ def test_a_routing_function_may_disturb_torch_and_the_folder_for_itself_only(
     assert "run.json#prefix" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("function", "code", "says"),
+    [
+        (
+            "cancelled_on_pads",
+            3,
+            "moepad repro: prefix: the router gave every real row a route of its own, but not the padded batch: "
+            "mine.py:cancelled_on_pads raised CancelledError",
+        ),
+        (
+            "fakes_on_pads",
+            3,
+            "moepad repro: prefix: the router gave every real row a route of its own, but not the padded batch: "
+            "mine.py:fakes_on_pads left FakeTensorMode entered; enter modes of torch in a with statement",
+        ),
+        ("interrupted", 130, ""),
+        ("stopped", 143, ""),
+    ],
+)
+def test_what_a_routing_function_raises_or_leaves_is_no_internal_error(
+    capsys: pytest.CaptureFixture[str], router_file: str, function: str, code: int, says: str
+) -> None:
+    assert main(["repro", "--router", f"{router_file}:{function}"]) == code
+    out, err = capsys.readouterr()
+    assert (out, [line for line in err.splitlines() if "noise" not in line]) == ("", [says] if says else [])
+
+
+def test_a_routing_function_is_not_asked_again_to_save_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, router_file: str
+) -> None:
+    def calls(*more: str) -> int:
+        (tmp_path / "calls").write_text("")
+        assert main(["repro", "--router", f"{router_file}:counts", "--tokens", "5,3", *more]) == 0
+        return len((tmp_path / "calls").read_text())
+
+    # Once for each of 8 real rows; on 8 shards by prefix, after its refusal of the count, and by fixed.
+    assert calls() == calls("--save", "run.json") == 8 + 8 + 8
+    (tmp_path / "calls").write_text("")
+    router = ("--router", f"{router_file}:counts", "--fault", "mask")
+    assert main(["compare", "--before", "run.json", "--after", "run.json", *router]) == 0
+    assert len((tmp_path / "calls").read_text()) == 8
+
+
+def test_a_negated_view_is_saved_as_what_it_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, router_file: str
+) -> None:
+    saved = []
+    for function in ("best", "negated"):
+        assert main(["repro", "--router", f"{router_file}:{function}", "--save", "run.json"]) == 0
+        saved.append(json.loads((tmp_path / "run.json").read_text())["cases"])
+    assert saved[0] == saved[1]
+
+
+def test_ids_of_a_routing_function_that_no_expert_has_are_findings_with_a_remap_too(
+    capsys: pytest.CaptureFixture[str], router_file: str
+) -> None:
+    router = ("--router", f"{router_file}:beyond", "--fault", "mask", "--eplb", "static")
+    assert main(["repro", *router, "--format", "json", "--save", "run.json"]) == 1
+    live = json.loads(capsys.readouterr().out)
+    assert {f["code"] for f in live["findings"] if f["engine"] == "fixed"} == {"PAD008"}
+    assert main(["compare", "--before", "run.json", "--after", "run.json", *router, "--format", "json"]) == 1
+    again = json.loads(capsys.readouterr().out)
+    assert again["tables"]["local_counts"] == live["tables"]["local_counts"]
+    assert changes(again) == {
+        ("fixed", "mask", "PAD001"),
+        ("fixed", "mask", "PAD004"),
+        ("remaining", "mask", "PAD008"),
+    }
+
+
 def test_a_router_that_raises_on_the_padded_batch_only_could_not_be_verified(
     capsys: pytest.CaptureFixture[str], router_file: str
 ) -> None:
@@ -274,7 +381,7 @@ def test_what_a_router_of_ones_own_was_not_asked_is_said(
     assert main(["repro", "--router", f"{router_file}:best", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"]["not_checked"] == [
         "router mine.py:best with pads that hold nan or inf (--pad-fill)",
-        "fault count: runs on branch softmax, where router mine.py:best is not called",
+        "fault count: runs on branch grouped, where router mine.py:best is not called",
     ]
 
 
@@ -334,6 +441,8 @@ WRONG = [
     ("--router broken.py:f", "--router"),
     ("--router mine.py:leaves", "--router"),
     ("--router mine.py:sparse", "--router"),
+    ("--router mine.py:cancelled", "--router"),
+    ("--router mine.py:fakes", "--router"),
     ("--router mine.py:lost.attribute", "--router"),
     ("--redundant-experts 2", "--redundant-experts"),
     ("--branch torch-native --eplb static", "--eplb"),
@@ -389,6 +498,7 @@ def changes(document: Any) -> set[tuple[str, str, str]]:
     return {(row["change"], row["fault"], row["code"]) for row in document["tables"]["finding_changes"]}
 
 
+ONE = ("--tokens", "20,13")
 MASK = {("mask", code) for code in ("PAD001", "PAD004")}
 COUNTS = {("count", code) for code in ("PAD001", "PAD002", "PAD003")}
 
@@ -396,14 +506,14 @@ COUNTS = {("count", code) for code in ("PAD001", "PAD002", "PAD003")}
 def test_compare_sorts_findings_into_fixed_introduced_and_remaining(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert changes(expect_comparison(capsys, "prefix", "fixed", exit_code=0)) == {
+    assert changes(expect_comparison(capsys, "prefix", "fixed", *ONE, exit_code=0)) == {
         ("fixed", *key) for key in MASK | COUNTS
     }
-    assert changes(expect_comparison(capsys, "fixed-mask", "fixed-count", exit_code=1)) == {
+    assert changes(expect_comparison(capsys, "fixed-mask", "fixed-count", *ONE, exit_code=1)) == {
         *(("introduced", *key) for key in MASK),
         *(("fixed", *key) for key in COUNTS),
     }
-    assert changes(expect_comparison(capsys, "prefix", "fixed-mask", exit_code=1)) == {
+    assert changes(expect_comparison(capsys, "prefix", "fixed-mask", *ONE, exit_code=1)) == {
         *(("fixed", *key) for key in MASK),
         *(("remaining", *key) for key in COUNTS),
     }
@@ -422,9 +532,16 @@ def test_compare_reads_back_what_repro_saved(capsys: pytest.CaptureFixture[str])
 
 
 def test_compare_saves_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    expect_comparison(capsys, "fixed-mask", "fixed", "--save", "run.json", exit_code=0)
+    expect_comparison(capsys, "fixed-mask", "fixed", *ONE, "--save", "run.json", exit_code=0)
     expect_comparison(capsys, "run.json#fixed-mask", "fixed", exit_code=0)
     expect_comparison(capsys, "prefix", "run.json#fixed-mask", exit_code=1)
+
+
+def test_a_suite_cannot_be_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--before", "fixed", "--after", "fixed", "--save", "run.json"]) == 2
+    expected = "moepad compare: --save: a suite cannot be saved; give the options of one scenario\n"
+    assert capsys.readouterr().err == expected
+    assert not Path("run.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -493,6 +610,40 @@ def test_a_side_that_gives_no_count_is_not_verified(
     document = expect_comparison(capsys, "prefix", "run.json", "--fault", "count", exit_code=3)
     assert document["verdict"]["status"] == "not-verified"
     assert document["verdict"]["not_checked"] == ["fault count: run.json#fixed gave no count on 4 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reasons"),
+    [
+        (
+            "--tokens 64",
+            [
+                "mask: no rank owns a pad row in this scenario, so that none can leak",
+                "count: no rank owns a pad row in this scenario, so that none can leak",
+            ],
+        ),
+        (
+            "--tokens 20 --attn-tp 1 --replicated --fault count",
+            [
+                "count: localised or whole, the count of every rank is the same here, so that either looks right",
+            ],
+        ),
+        (
+            "--tokens 0 --max-padding-factor 2",
+            [
+                "mask: no rank owns a pad row in this scenario, so that none can leak",
+                "count: every DP rank runs eagerly, so that no graph replays a count",
+            ],
+        ),
+    ],
+)
+def test_a_comparison_in_which_no_case_could_tell_anything_is_not_verified(
+    capsys: pytest.CaptureFixture[str], scenario: str, reasons: list[str]
+) -> None:
+    document = expect_comparison(capsys, "prefix", "fixed-mask", *scenario.split(" "), exit_code=3)
+    verdict = document["verdict"]
+    assert (verdict["status"], verdict["summary"]) == ("not-verified", "not verified")
+    assert verdict["not_checked"] == [f"fault {reason}" for reason in reasons]
 
 
 def test_a_saved_run_of_one_fault_cannot_answer_for_the_other(capsys: pytest.CaptureFixture[str]) -> None:

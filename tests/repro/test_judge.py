@@ -8,7 +8,7 @@ import torch
 from repro import topk
 from repro.case import make_case
 from repro.engines import Observation, RankObservation
-from repro.engines.builtin import FIXED, BuiltinEngine
+from repro.engines.builtin import FIXED, PREFIX, BuiltinEngine
 from repro.errors import NotVerifiedError
 from repro.hypotheses import explain_counts
 from repro.judge import judge, row_ranges
@@ -169,6 +169,9 @@ class WrongCount(BuiltinEngine):
 
 def with_count(wrong) -> WrongCount:
     return WrongCount(FIXED.name, FIXED.rules, FIXED.recompute_num_token_non_padded, wrong)
+
+
+EARLY = with_count(lambda case, rank, shard: max(shard.real_rows - 1, 0))
 
 
 def shard_of(case, dp_rank, attn_tp_rank):
@@ -453,12 +456,14 @@ def write_router(folder, body: str) -> str:
 
 
 HALVES = "torch.full((len(gating_output), topk), 0.5)"
+OUT_OF_RANGE = {
+    "minus one": f"    return {HALVES}, torch.full((len(gating_output), topk), -1)\n",
+    "minus a hundred": f"    return {HALVES}, torch.full((len(gating_output), topk), -100)\n",
+    "one too many": f"    return {HALVES}, torch.tensor([[16, 3]]).repeat(len(gating_output), 1)\n",
+    "far off": f"    return {HALVES}, torch.tensor([[90, 91]]).repeat(len(gating_output), 1)\n",
+}
 BODIES = {
-    "minus one": (f"    return {HALVES}, torch.full((len(gating_output), topk), -1)\n", {"PAD008"}),
-    "out of range": (
-        f"    return {HALVES}, (torch.zeros(len(gating_output), 1) + torch.tensor([90, 91])).long()\n",
-        {"PAD008"},
-    ),
+    **{name: (body, {"PAD008"}) for name, body in OUT_OF_RANGE.items()},
     "nan": ("    w, i = gating_output.topk(topk)\n    return w * float('nan'), i\n", {"PAD010"}),
     "duplicates": ("    w, i = gating_output.topk(topk)\n    return w, i * 0\n", {"PAD009"}),
     "zero weights": ("    w, i = gating_output.topk(topk)\n    return w * 0, i\n", set()),
@@ -473,6 +478,80 @@ def test_what_a_router_of_ones_own_gives_is_no_fault_of_the_mask(tmp_path, platf
     )
     run = run_case(scenario, "mask", before=FIXED, after=FIXED)
     assert {finding.code for finding in run.after.judgement.findings} == codes
+
+
+@pytest.mark.parametrize("body", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+@pytest.mark.parametrize("platform", ["cuda", "hip"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eplb": "static", "redundant_experts": 3},
+        {"eplb": "dynamic", "redundant_experts": 3},
+        {"num_fused_shared_experts": 2},
+        {"eplb": "dynamic", "num_fused_shared_experts": 1},
+    ],
+    ids=["static", "dynamic", "shared", "both"],
+)
+def test_ids_of_a_router_that_no_expert_has_are_told_whatever_becomes_of_them(
+    tmp_path, body, platform, values
+):
+    scenario = Scenario(
+        tokens=(20, 2), router=write_router(tmp_path, body), platform=platform, pad_fill="zeros", **values
+    )
+    run = run_case(scenario, "mask", before=PREFIX, after=FIXED)
+    assert [(f.code, f.dp_rank, f.rows, f.message) for f in run.after.judgement.findings] == [
+        ("PAD008", dp_rank, rows, f"the router itself gives {number} ids outside 0..15")
+        for dp_rank, rows, number in (
+            (0, "0-15", "16 real rows"),
+            (0, "16-19", "4 real rows"),
+            (1, "0-1", "2 real rows"),
+        )
+    ]
+    given = [quote["ids"][:2] for quote in run.after.judgement.findings[0].seen]
+    assert given == [list(row.ids[:2]) for row in run.truth.routing[0][:3]]
+    assert min(given[0]) < 0 or max(given[0]) > 15
+    replaced = "what the remap makes of ids outside 0..15: rows with one went in as experts 0..1"
+    assert (replaced in run.after.judgement.not_checked) == ("eplb" in values)
+    of_real_rows = [f for f in run.before.judgement.findings if "the router itself" in f.message]
+    assert [(f.code, f.dp_rank) for f in of_real_rows] == [("PAD008", 0), ("PAD008", 0), ("PAD008", 1)]
+    assert len({(f.code, f.dp_rank, f.attn_tp_rank) for f in run.before.judgement.findings}) == len(
+        run.before.judgement.findings
+    )
+
+
+def test_one_id_out_of_range_does_not_hide_what_happens_to_other_rows(tmp_path):
+    scenario = Scenario(tokens=(20,), eplb="static", redundant_experts=1)
+    first_logit = float(make_case(scenario, "mask").batches[0].router_logits[7, 0])
+    body = (
+        "    w, i = gating_output.softmax(-1).topk(topk)\n"
+        f"    return w, torch.where(gating_output[:, :1] == {first_logit!r}, 99, i)\n"
+    )
+    run = run_case(replace(scenario, router=write_router(tmp_path, body)), "mask", before=FIXED, after=EARLY)
+    assert [(f.code, f.rows, f.message) for f in run.before.judgement.findings] == [
+        ("PAD008", "7", "the router itself gives 1 real row ids outside 0..15")
+    ]
+    assert [(f.code, f.rows) for f in run.after.judgement.findings if f.attn_tp_rank == 0] == [
+        ("PAD002", "15"),
+        ("PAD003", None),
+        ("PAD008", "7"),
+    ]
+
+
+def test_ids_out_of_range_on_pads_alone_are_told_of_the_pads(tmp_path):
+    body = (
+        "    w, i = gating_output.nan_to_num(0).softmax(-1).topk(topk)\n"
+        "    return w, torch.where(gating_output.isnan().any(1, keepdim=True), 129, i)\n"
+    )
+    scenario = Scenario(tokens=(20,), router=write_router(tmp_path, body), pad_fill="nan")
+    run = run_case(scenario, "mask", before=PREFIX, after=FIXED)
+    assert run.after.judgement.findings == ()
+    assert [(f.rows, f.message) for f in run.before.judgement.findings if f.code == "PAD008"] == [
+        ("20-31", "12 rows hold ids outside 0..15"),
+        ("32-47", "16 rows hold ids outside 0..15"),
+        ("48-63", "16 rows hold ids outside 0..15"),
+    ]
+    with pytest.raises(NotVerifiedError, match=r"^engine prefix: IndexError"):
+        run_case(replace(scenario, eplb="static"), "mask", before=PREFIX, after=FIXED)
 
 
 def test_a_router_is_given_the_hidden_states_of_its_own_rows(tmp_path):

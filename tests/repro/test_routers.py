@@ -1,6 +1,9 @@
 """Built-in routers against plain derivations and the row-wise law; loading and calling a user's own."""
 
+import asyncio
+import contextlib
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from repro.routers import ROUTER_NAMES, RouterError, call_router, load_router
 
@@ -212,6 +217,8 @@ BROKEN = {
     "good.py": ROUTER_FILE,
     "raises.py": "raise OSError('first\\nsecond')",
     "exits.py": "raise SystemExit(3)",
+    "cancels.py": "import asyncio; raise asyncio.CancelledError",
+    "enters.py": "from torch.overrides import TorchFunctionMode\nTorchFunctionMode().__enter__()",
     "syntax.py": "def f(:\n",
     "needs.py": "import no_such_dependency",
     "empty.py": "",
@@ -251,6 +258,12 @@ BROKEN = {
         ("good.py:number", "good.py:number: number is a int; give a function"),
         ("raises.py:f", "raises.py:f: running raises.py raised OSError: first second"),
         ("exits.py:f", "exits.py:f: running exits.py raised SystemExit: 3"),
+        ("cancels.py:f", "cancels.py:f: running cancels.py raised CancelledError"),
+        (
+            "enters.py:f",
+            "enters.py:f: running enters.py left TorchFunctionMode entered; "
+            "enter modes of torch in a with statement",
+        ),
         (
             "syntax.py:f",
             "syntax.py:f: running syntax.py raised SyntaxError: invalid syntax (syntax.py, line 1)",
@@ -308,12 +321,39 @@ def call(answer: Any) -> tuple[Tensor, Tensor]:
 WEIGHTS, IDS = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("ids", [IDS, IDS.int()])
-@pytest.mark.parametrize("weights", [WEIGHTS, WEIGHTS.bfloat16(), WEIGHTS.half()])
-def test_an_answer_that_keeps_the_contract_is_handed_on_as_it_is(weights: Tensor, ids: Tensor) -> None:
+@pytest.mark.parametrize("ids", [IDS, IDS.int(), torch._neg_view(-IDS), IDS[:, :1].expand(3, 2)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        WEIGHTS,
+        WEIGHTS.bfloat16(),
+        WEIGHTS.half(),
+        WEIGHTS.double() * math.nan,
+        torch._neg_view(-WEIGHTS),
+        torch.nn.Parameter(WEIGHTS),
+        torch.ones(2, 3).t(),
+    ],
+)
+def test_an_answer_that_keeps_the_contract_is_handed_on_in_plain_tensors(
+    weights: Tensor, ids: Tensor
+) -> None:
     seen = call((weights, ids))
-    assert seen[0] is weights
-    assert seen[1] is ids
+    for ours, theirs in zip(seen, (weights, ids), strict=True):
+        assert type(ours) is Tensor
+        assert (ours.dtype, ours.is_contiguous(), ours.is_neg()) == (theirs.dtype, True, False)
+        assert not ours.requires_grad
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+        assert ours.data_ptr() != theirs.data_ptr()
+
+
+def shrunk(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() - 1)
+    return tensor
+
+
+class Hostile(tuple[Any, ...]):
+    def __len__(self) -> int:
+        raise OSError("no length")
 
 
 @pytest.mark.parametrize(
@@ -340,6 +380,16 @@ def test_an_answer_that_keeps_the_contract_is_handed_on_as_it_is(weights: Tensor
             (WEIGHTS, IDS.to("meta")),
             "returned ids on meta; give them on cpu, as the logits are",
         ),
+        (
+            (shrunk(torch.ones(3, 2)), IDS),
+            "returned weights without the memory that their shape needs; "
+            "give a tuple of two tensors, (weights, ids)",
+        ),
+        (
+            (WEIGHTS, shrunk(torch.ones(3, 4, dtype=torch.int64)[:, 2:])),
+            "returned ids without the memory that their shape needs; give a tuple of two tensors, (weights, ids)",
+        ),
+        (Hostile((WEIGHTS, IDS)), "returned an answer; reading it raised OSError: no length"),
     ],
 )
 def test_a_breach_of_the_contract_is_told_in_one_line(answer: Any, problem: str) -> None:
@@ -359,6 +409,151 @@ def test_a_router_that_raises_is_told_with_its_error_as_the_cause() -> None:
     assert caught.value.__cause__ is error
 
 
+class Own(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (asyncio.CancelledError(), "CancelledError"),
+        (Own("out"), "Own: out"),
+        (SystemExit(0), "SystemExit: 0"),
+        (GeneratorExit(), "GeneratorExit"),
+        (BaseExceptionGroup("both", [Own()]), "BaseExceptionGroup: both (1 sub-exception)"),
+    ],
+)
+def test_what_a_router_raises_that_is_no_exception_is_told_as_well(error: BaseException, text: str) -> None:
+    def function(**_: Any) -> tuple[Tensor, Tensor]:
+        raise error
+
+    with pytest.raises(RouterError) as caught:
+        call_router(function, torch.zeros(3, 4), torch.zeros(3, EXPERTS), 2, True, name="mine")
+    assert str(caught.value) == f"router: mine raised {text}"
+
+
+def test_a_request_to_end_that_comes_while_a_router_runs_is_not_the_routers() -> None:
+    def handler(_number: int, _frame: object) -> None:
+        raise Own
+
+    def interrupted(**_: Any) -> tuple[Tensor, Tensor]:
+        raise KeyboardInterrupt
+
+    def stopped(**_: Any) -> tuple[Tensor, Tensor]:
+        signal.raise_signal(signal.SIGTERM)
+        return WEIGHTS, IDS
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        for function, error in ((interrupted, KeyboardInterrupt), (stopped, Own)):
+            with pytest.raises(error):
+                call_router(function, torch.zeros(3, 4), torch.zeros(3, EXPERTS), 2, True, name="mine")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class RefuseHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a tensor's value was read on the host")
+        return func(*args, **(kwargs or {}))
+
+
+class Rewrites(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("still entered")
+
+
+class Stays(Rewrites):
+    def __exit__(self, *_: object) -> None:
+        raise OSError("no way out")
+
+
+class Watches(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("still entered")
+
+
+LEFT = {
+    "FakeTensorMode": lambda: FakeTensorMode(),
+    "Rewrites": Rewrites,
+    "Stays": Stays,
+    "Watches": Watches,
+}
+
+
+def entered() -> list[Any]:
+    return [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+
+
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize(
+    "outside", [[], ["FakeTensorMode"], ["RefuseHostReads"]], ids=["", "in-fake", "in-own"]
+)
+def test_a_mode_of_torch_that_a_router_leaves_entered_is_left_for_it_and_told(
+    name: str, outside: list[str]
+) -> None:
+    def function(**_: Any) -> tuple[Tensor, Tensor]:
+        LEFT[name]().__enter__()
+        return WEIGHTS, IDS
+
+    inputs = torch.zeros(3, 4), torch.zeros(3, EXPERTS)
+    with contextlib.ExitStack() as modes:
+        for mode in outside:
+            modes.enter_context(FakeTensorMode() if mode == "FakeTensorMode" else RefuseHostReads())
+        before = entered()
+        with pytest.raises(RouterError) as caught:
+            call_router(function, *inputs, 2, True, name="mine")
+        assert all(one is other for one, other in zip(before, entered(), strict=True))
+    assert str(caught.value) == (
+        f"router: mine left {name} entered; enter modes of torch in a with statement"
+    )
+    assert entered() == []
+    assert torch.ones(2).tolist() == [1.0, 1.0]
+
+
+def test_a_mode_left_by_a_router_that_raises_does_not_hide_what_it_raised() -> None:
+    def function(**_: Any) -> tuple[Tensor, Tensor]:
+        Rewrites().__enter__()
+        raise KeyError("expert")
+
+    with pytest.raises(RouterError, match=r"^router: mine raised KeyError: 'expert'$"):
+        call_router(function, torch.zeros(3, 4), torch.zeros(3, EXPERTS), 2, True, name="mine")
+    assert entered() == []
+
+
+def test_a_mode_that_a_router_takes_off_is_put_back() -> None:
+    def function(**_: Any) -> tuple[Tensor, Tensor]:
+        _pop_mode()
+        return WEIGHTS, IDS
+
+    with RefuseHostReads() as mode:
+        call_router(function, torch.zeros(3, 4), torch.zeros(3, EXPERTS), 2, True, name="mine")
+        assert entered() == [mode]
+
+
+@pytest.mark.parametrize("default", [None, "cpu", "meta"])
+def test_default_devices_that_a_router_leaves_are_put_back_without_a_word(default: str | None) -> None:
+    def function(**_: Any) -> tuple[Tensor, Tensor]:
+        answer = torch.ones(3, 2, device="cpu"), torch.ones(3, 2, dtype=torch.int32, device="cpu")
+        torch.set_default_device("meta")
+        torch.device("meta").__enter__()
+        torch.set_default_dtype(torch.float64)
+        return answer
+
+    torch.set_default_device(default)
+    try:
+        inputs = torch.zeros(3, 4, device="cpu"), torch.zeros(3, EXPERTS, device="cpu")
+        weights, _ = call_router(function, *inputs, 2, True, name="mine")
+        assert weights.tolist() == [[1.0, 1.0]] * 3
+        assert torch.get_default_device() == torch.device(default or "cpu")
+        assert (torch.ones(1).device, torch.ones(1).dtype) == (torch.device(default or "cpu"), torch.float32)
+    finally:
+        torch.set_default_device(None)
+    assert entered() == []
+    assert torch.ones(1).device == torch.device("cpu")
+
+
 @pytest.mark.parametrize(
     ("name", "topk", "problem"),
     [
@@ -374,13 +569,6 @@ def test_a_built_in_router_refuses_a_top_k_that_it_has_no_meaning_for(
     with pytest.raises(RouterError) as caught:
         call_router(function, torch.zeros(3, 4), torch.zeros(3, EXPERTS), topk, True, name=name)
     assert str(caught.value) == f"router: {name} raised {problem}"
-
-
-class RefuseHostReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("a tensor's value was read on the host")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)

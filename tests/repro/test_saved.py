@@ -103,6 +103,10 @@ def first_rank(saved: dict) -> dict:
         (damaged(lambda d: d["scenario"].update(attn_tp="4")), "its scenario is wrong: attn_tp"),
         (damaged(lambda d: d["scenario"].update(evil=1)), "its scenario is wrong: evil"),
         (damaged(lambda d: d.update(cases=[])), "holds no cases"),
+        (
+            damaged(lambda d: d.update(cases=d["cases"] * 2)),
+            "holds two cases of fault 'mask'; make the run again",
+        ),
         (damaged(lambda d: d.update(cases=[1])), "damaged"),
         (damaged(lambda d: first_rank(d).update(num_token_non_padded="16")), "no int32"),
         (damaged(lambda d: first_rank(d)["topk_ids"].update(dtype="object")), "KeyError"),
@@ -133,7 +137,7 @@ def test_an_engine_that_the_run_has_not_and_a_file_that_is_not_there_are_named(t
     [
         ("prefx", "did you mean 'prefix'"),
         ("", "give prefix"),
-        ("sglang", "give prefix"),
+        ("sgland", "did you mean 'sglang'"),
         ("FIXED", "give prefix"),
     ],
 )

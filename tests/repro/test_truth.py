@@ -155,5 +155,23 @@ def test_a_routing_function_of_ones_own_is_taken_at_its_word():
         ((0, 7), (0.25, 0.75)),
         ((1, 7), (0.25, 0.75)),
     ]
+    assert not truth.out_of_range
     with pytest.raises(ValueError, match="pass route_alone"):
         find_truth(scenario, scenario.plan(), [batch], make_layer(scenario))
+
+
+def test_ids_that_no_expert_has_are_marked_and_not_counted():
+    scenario = Scenario(tokens=(4,), bucket=4, attn_tp=1, router="mine.py:route", num_fused_shared_experts=1)
+    batch = PaddedBatch(0, 4, 4, torch.zeros(4, 4), torch.zeros(4, 16))
+    given_ids = [[0, 15], [-1, 3], [16, 3], [-40, 10**12]]
+    truth = find_truth(
+        scenario,
+        scenario.plan(),
+        [batch],
+        make_layer(scenario),
+        lambda _batch, row: (given_ids[row], [0.5, 0.5]),
+    )
+    assert [row.out_of_range for row in truth.routing[0]] == [False, True, True, True]
+    assert truth.out_of_range
+    counts = truth.expert_counts(16)
+    assert {expert: count for expert, count in enumerate(counts) if count} == {0: 1, 3: 2, 15: 1}
