@@ -11,7 +11,7 @@ from torch import Tensor
 
 from repro import topk
 from repro.case import Case
-from repro.engines.protocol import Observation, RankObservation
+from repro.engines.protocol import Engine, Observation, RankObservation
 from repro.errors import NotVerifiedError, one_line
 from repro.plan import DpRankPlan, Shard, compute_local_num_token_non_padded_cpu
 from repro.registry import ForwardBatch, build_decode_registry, build_prefill_registry
@@ -196,3 +196,7 @@ PREFIX = BuiltinEngine("prefix", topk.PREFIX, recompute_num_token_non_padded=Fal
 FIXED_MASK = BuiltinEngine("fixed-mask", topk.FIXED, recompute_num_token_non_padded=False)
 FIXED_COUNT = BuiltinEngine("fixed-count", topk.PREFIX, recompute_num_token_non_padded=True)
 FIXED = BuiltinEngine("fixed", topk.FIXED, recompute_num_token_non_padded=True)
+
+BUILTIN_ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (PREFIX, FIXED_MASK, FIXED_COUNT, FIXED)
+}

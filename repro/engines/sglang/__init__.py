@@ -1,0 +1,5 @@
+"""Real SGLang trees, run in worker processes."""
+
+from repro.engines.sglang.engine import SglangEngine, start
+
+__all__ = ["SglangEngine", "start"]
