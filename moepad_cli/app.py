@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moepad_cli import errors, output
-from moepad_cli.commands import compare, explain, repro, schema, shard_bounds
+from moepad_cli import engine_options, errors, output
+from moepad_cli.commands import bisect, check, compare, explain, repro, schema, shard_bounds
 from moepad_cli.environment import version
 from moepad_cli.options import add_parameters, common_parameters
 
@@ -59,7 +59,7 @@ def _build() -> typer.Typer:
     built = typer.Typer(name=PROGRAM, cls=_Commands, epilog=EXIT_CODES, pretty_exceptions_enable=False)
     add_parameters(_root, common_parameters())
     built.callback(invoke_without_command=True)(_root)
-    for command in (repro, shard_bounds, compare, explain, schema):
+    for command in (repro, check, compare, bisect, shard_bounds, explain, schema):
         command.register(built)
     return built
 
@@ -70,6 +70,11 @@ app = _build()
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; gives the exit code."""
     arguments = list(sys.argv[1:] if args is None else args)
+    code = _run(arguments)
+    return errors.BISECT_CODES.get(code, code) if "--bisect" in arguments else code
+
+
+def _run(arguments: list[str]) -> int:
     context: Any = None
     handlers = _stop_by_exception()
     try:
@@ -85,6 +90,9 @@ def main(args: Sequence[str] | None = None) -> int:
         command = context.invoked_subcommand if context else None
         return _exit_code(err, f"{PROGRAM} {command}" if command else PROGRAM, debug="--debug" in arguments)
     finally:
+        if "--debug" in arguments:
+            _complain("".join(engine_options.ENGINE_LOGS))
+        engine_options.ENGINE_LOGS.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return code

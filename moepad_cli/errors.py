@@ -18,6 +18,8 @@ import typer
 from repro import errors as library
 
 OK, FINDINGS, USAGE, NOT_VERIFIED, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 4, 130
+# What git bisect run makes of them: 1 to 127 is bad, save for 125, which skips the commit; 128 ends the search.
+BISECT_CODES = {NOT_VERIFIED: 125, USAGE: 128, INTERNAL: 128}
 
 # Typer has its own copy of click in some versions and the real one in others: BadParameter's bases are
 # UsageError and ClickException in both.

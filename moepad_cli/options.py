@@ -119,6 +119,8 @@ def with_output(
                     output.emit(report, options, on_stdout=options.format != "table")
                 raise
             report, saved = result if isinstance(result, tuple) else (result, None)
+            if options.save is not None and saved is None:
+                raise errors.UsageError("--save: a suite cannot be saved; give the options of one scenario")
             output.emit(report, options, saved=saved, drawing=drawing)
             raise typer.Exit(report.verdict.exit_code)
 

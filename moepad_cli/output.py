@@ -82,8 +82,7 @@ def emit(
     if options.html is not None:
         files.append(("--html", options.html, RENDERERS["html"](report)))
     if options.save is not None and saved is not None:
-        with kept_for_results():  # it asks the user's routing function again
-            files.append(("--save", options.save, saved()))
+        files.append(("--save", options.save, saved()))
     write_files(files)
     if options.output is None and on_stdout:
         write_stdout(text)

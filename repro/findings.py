@@ -14,6 +14,7 @@ class Finding:
 
     ``rows`` are row numbers of the DP rank's padded batch, as ranges (``"5-15,20"``), or None where the
     finding is not about rows. ``expected`` and ``seen`` are JSON values; what they hold depends on the code.
+    ``case`` names the case of a suite.
     """
 
     code: str
@@ -27,6 +28,7 @@ class Finding:
     expected: Any
     seen: Any
     message: str
+    case: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FindingKind:
         return files("repro").joinpath("catalogue", f"{self.code}.md").read_text(encoding="utf-8")
 
 
-_RUNS = ("repro", "compare")
+_RUNS = ("repro", "check", "compare")
 
 # Codes are never reused; new ones go to the end.
 _KINDS = (

@@ -1,4 +1,5 @@
-"""JUnit XML: a test case for each fault and DP rank, one for the verdict, one for each thing not checked.
+"""JUnit XML: a test case for each fault and DP rank, or for each case of a suite; one for the verdict, one for
+each thing not checked.
 
 A finding that counts against the verdict fails its case. Others, such as those before a fix, are its output.
 """
@@ -22,17 +23,18 @@ def render(report: Report) -> str:
 
     suite = ElementTree.Element("testsuite", name=_legal(f"moepad {report.command}"))
     blamed = _by_case(report.blamed)
-    for (fault, dp_rank), findings in _cases(report).items():
+    unverified = _unverified(report)
+    for (fault, name), findings in _cases(report).items():
         classname = ".".join(part for part in ("moepad", report.command, fault) if part)
-        case = _add(
-            suite, "testcase", classname=classname, name="all ranks" if dp_rank is None else f"DP {dp_rank}"
-        )
-        if failing := blamed.get((fault, dp_rank), []):
+        case = _add(suite, "testcase", classname=classname, name=name)
+        if failing := blamed.get((fault, name), []):
             first = failing[0]
             failure = _add(
                 case, "failure", type=first.code, message=f"{first.code} {first.name}: {first.message}"
             )
             failure.text = _lines(failing)
+        elif reason := unverified.get(name):
+            _add(case, "error", type="not verified", message=reason)
         if rest := [finding for finding in findings if finding not in failing]:
             _add(case, "system-out").text = _lines(rest)
     _add_verdict(suite, report)
@@ -45,20 +47,34 @@ def render(report: Report) -> str:
     return f"<?xml version='1.0' encoding='UTF-8'?>\n{ElementTree.tostring(suites, encoding='unicode')}\n"
 
 
-def _cases(report: Report) -> dict[tuple[str, int | None], list[Finding]]:
-    cases: dict[tuple[str, int | None], list[Finding]] = {}
-    for rows in report.tables.values():
+def _cases(report: Report) -> dict[tuple[str, str], list[Finding]]:
+    """Findings by ``(fault, name)`` of what was run, also where there are none."""
+    cases: dict[tuple[str, str], list[Finding]] = {}
+    for table, rows in report.tables.items():
         for row in rows:
-            if isinstance(dp_rank := row.get("dp_rank"), int):
-                cases.setdefault((str(row.get("fault", "")), dp_rank), [])
+            fault = str(row.get("fault", ""))
+            if table == "cases":
+                cases.setdefault((fault, str(row["case"])), [])
+            elif isinstance(dp_rank := row.get("dp_rank"), int) and not row.get("case"):
+                cases.setdefault((fault, f"DP {dp_rank}"), [])
     return cases | _by_case(report.findings)
 
 
-def _by_case(findings: Sequence[Finding]) -> dict[tuple[str, int | None], list[Finding]]:
-    cases: dict[tuple[str, int | None], list[Finding]] = {}
+def _by_case(findings: Sequence[Finding]) -> dict[tuple[str, str], list[Finding]]:
+    cases: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        cases.setdefault((finding.fault, finding.dp_rank), []).append(finding)
+        rank = "all ranks" if finding.dp_rank is None else f"DP {finding.dp_rank}"
+        cases.setdefault((finding.fault, finding.case or rank), []).append(finding)
     return cases
+
+
+def _unverified(report: Report) -> dict[str, str]:
+    """Why a case of a suite could not be verified, on the side that counts."""
+    return {
+        str(row["case"]): str(row.get("why", row.get("why_after")) or row.get("why_before"))
+        for row in report.tables.get("cases", ())
+        if "not verified" in (row.get("verdict"), row.get("before"), row.get("after"))
+    }
 
 
 def _add_verdict(suite: Element, report: Report) -> None:

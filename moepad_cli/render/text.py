@@ -68,7 +68,7 @@ def findings_title(findings: Sequence[Finding]) -> str:
 def finding_line(finding: Finding, alike: int = 0) -> str:
     """``PAD001 pad-row-routed  fixed/mask DP0 TP1 rows 4-15: message``"""
     more = f" (and {alike} more like it)" if alike else ""
-    place = [f"{finding.engine}/{finding.fault}", place_of(finding)]
+    place = [f"{finding.engine}/{finding.case or finding.fault}", place_of(finding)]
     where = " ".join(part for part in place if part)
     return on_one_line(f"{finding.code} {finding.name}  {where}: {finding.message}{more}")
 

@@ -74,7 +74,7 @@ def test_the_help_is_formatted_by_rich_and_lists_every_command() -> None:
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "╭─ Commands ─" in done.stdout
-    for command in ("repro", "shard-bounds", "compare", "explain", "schema"):
+    for command in ("repro", "check", "compare", "bisect", "shard-bounds", "explain", "schema"):
         assert f"│ {command} " in done.stdout
     assert "Exit codes: 0 as it should be, 1 findings, 2 a wrong call" in done.stdout
 
@@ -386,7 +386,7 @@ def test_completion_gives_the_names_of_commands_and_the_values_of_options() -> N
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
 
-    assert complete("moepad ") == ["repro", "shard-bounds", "compare", "explain", "schema"]
+    assert complete("moepad ") == ["repro", "check", "compare", "bisect", "shard-bounds", "explain", "schema"]
     assert complete("moepad sh") == ["shard-bounds"]
     assert complete("moepad shard-bounds --format ") == ["table", "markdown", "json", "csv"]
     assert complete("moepad repro --fault ") == ["mask", "count", "both"]

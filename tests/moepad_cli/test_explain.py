@@ -82,7 +82,7 @@ def test_schema_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> Non
             "dp_rank attn_tp_rank row_start row_end real_rows pad_rows count_bucket count_raw "
             "real_rows_masked pads_routed",
         ),
-        ("finding_changes", "change code name engine fault dp_rank attn_tp_rank rows message"),
+        ("finding_changes", "change code name engine fault dp_rank attn_tp_rank rows message case"),
         ("catalogue", "code name severity summary checked_by page"),
     ],
 )

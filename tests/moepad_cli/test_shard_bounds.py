@@ -201,6 +201,7 @@ def test_rows_without_an_owner_are_a_finding_and_exit_code_1(shard_bounds: Any) 
             "code": "PAD005",
             "name": "bucket-not-divisible",
             "severity": severity,
+            "case": None,
             "engine": "plan",
             "fault": "count",
             "dp_rank": dp_rank,

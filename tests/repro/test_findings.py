@@ -13,8 +13,8 @@ import pytest
 
 from repro.findings import CATALOGUE, Finding, FindingKind, make_finding
 
-RUNS = ("repro", "compare")
-COMMANDS = {"repro", "shard-bounds", "compare", "explain"}
+RUNS = ("repro", "check", "compare")
+COMMANDS = {"repro", "check", "shard-bounds", "compare", "explain"}
 
 # Code, name, severity, checked_by: the contract with whoever filters or greps findings. Append only.
 CODES = [
@@ -115,7 +115,7 @@ def test_a_page_has_the_title_and_the_sections_in_order_and_none_is_empty(kind: 
 @each_kind
 def test_a_page_fits_a_terminal(kind: FindingKind) -> None:
     lines = kind.page.splitlines()
-    assert 25 <= len(lines) <= 45
+    assert 25 <= len(lines) <= 47
     assert max(map(len, lines)) <= 80
     assert kind.page.isascii()
     assert kind.page.endswith("\n")
@@ -223,6 +223,7 @@ def test_make_finding_keeps_ranks_and_rows_even_where_they_are_zero() -> None:
         "expected": 0,
         "seen": 0,
         "message": "m",
+        "case": None,
     }
 
 
