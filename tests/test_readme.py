@@ -21,7 +21,15 @@ def block(language: str) -> str:
     return str(found[0])
 
 
-@pytest.mark.parametrize(("arguments", "shown"), EXAMPLES, ids=[arguments for arguments, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        pytest.param(
+            *example, id=example[0], marks=[pytest.mark.network] if "sglang" in example[0].split("#")[0] else []
+        )
+        for example in EXAMPLES
+    ],
+)
 def test_an_example_prints_what_the_readme_shows(
     capsys: pytest.CaptureFixture[str], arguments: str, shown: str
 ) -> None:
@@ -34,7 +42,10 @@ def test_the_readme_has_examples() -> None:
     assert [arguments.split()[0] for arguments, _ in EXAMPLES] == [
         "repro",
         "repro",
+        "check",
+        "bisect",
         "shard-bounds",
+        "compare",
         "compare",
     ]
 
@@ -51,7 +62,7 @@ def test_the_python_example_prints_findings(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_tables_of_commands_and_exit_codes_are_whole() -> None:
-    for command in ("repro", "shard-bounds", "compare", "explain", "schema"):
+    for command in ("repro", "check", "compare", "bisect", "shard-bounds", "explain", "schema"):
         assert f"| `moepad {command}" in README
     for code in ("0", "1", "2", "3", "4", "130"):
         assert f"| {code} | " in README
