@@ -265,6 +265,8 @@ class _Routing:
         """Whether the tree itself said no, by ``assert`` or ``raise``, as opposed to falling over."""
         if not isinstance(err, AssertionError | NotImplementedError | ValueError | TypeError | RuntimeError):
             return False
+        if err.__context__ is not None:  # it fell over, and said so in its own words
+            return False
         last: TracebackType | None = err.__traceback__
         while last is not None and last.tb_next is not None:
             last = last.tb_next
@@ -347,8 +349,9 @@ class _Routing:
         if router is None:
             return None
         asked = {
-            "hidden_states": hidden_states,
-            "gating_output": router_logits,
+            # Copies: the tree may have written into its own before it asks.
+            "hidden_states": hidden_states.clone(),
+            "gating_output": router_logits.clone(),
             "topk": self._route["top_k"],
             "renormalize": self._route["renormalize"],
         }

@@ -14,6 +14,7 @@ Any answer may be ``{cannot_verify: reason}`` instead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import select
@@ -170,6 +171,7 @@ def _import_torch() -> str | None:
         import torch
 
         torch.set_num_threads(1)
+        gc.freeze()  # else every collection of a child would touch, and so copy, all that torch brought
     except Exception as err:
         traceback.print_exc()
         return f"{sys.executable}: torch cannot be imported there: {_one_line(err)}"
