@@ -105,11 +105,12 @@ def loaded_rows(engines: Sequence[Engine]) -> list[Row]:
 
 
 def with_kernels_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdict:
-    """The verdict, saying which compiled kernels plain formulas stood in for."""
+    """The verdict, saying which compiled kernels plain formulas stood in for, and why where a GPU is at hand."""
     lines = []
     for engine in engines:
         loaded: dict[str, dict[str, Any]] = getattr(engine, "loaded", {})
         names = sorted({name for told in loaded.values() for name in told.get("kernels", ())})
+        lines += [f"{told['note']} ({engine.name})" for told in loaded.values() if told.get("note")]
         if names:
             lines.append(
                 f"compiled kernels, which plain formulas stood in for: {', '.join(names)} ({engine.name})"
