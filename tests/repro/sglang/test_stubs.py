@@ -3,7 +3,8 @@
 Each tree here is one module with one thing in it, asked through a worker as a real tree is.
 
 What cannot be trapped, and why a verdict can still rest on it: a stand-in that nobody looks at; a list that is
-compared with itself; ``type``, ``id`` and ``callable`` under another name; a class that lacks what its stand-in
+compared with itself; ``type``, ``id`` and ``callable`` under another name; a tensor's device that is compared as a
+whole, or whose type is read by ``getattr``; a class that lacks what its stand-in
 of a base would have given it, when it is asked by ``hasattr`` or ``super``; C code that refuses a stand-in with a
 ``TypeError`` of its own, where the tree swallows that; and what a tree asks the machine by itself: ``sys.modules``,
 files, the environment. A tree that was made to deceive cannot be found out at all: it could give the right answer
@@ -484,6 +485,14 @@ def test_a_use_in_another_module_of_the_tree_spoils_it_all(ask: Ask) -> None:
     )
 
 
+def test_a_tree_that_was_spoilt_is_not_opened(worker: Worker, tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(TREE.format(top=f"{IMPORT}try:\n    thing()\nexcept:\n    pass", use=""))
+    with pytest.raises(NotVerifiedError, match=rf"^stand-in missing\.pkg\.thing was called at {FILE}:4$"):
+        worker.open(tree=str(tmp_path), platform="cuda")
+
+
 # Where a stand-in may lie when it is compared with None, which asks nobody. ``top`` and the run.
 HIDDEN = {
     "a default": ("def inner(x=thing):\n    return x is None  # here", "inner()"),
@@ -763,6 +772,38 @@ torch.empty(2, device=router_logits.device)
     assert ask("", use, platform=platform) == "verified"
 
 
+@pytest.mark.parametrize("look", ["device.type == 'cuda'", "device.index", "getattr(device, 'type')"])
+def test_a_device_that_may_stand_for_one_of_a_gpu_does_not_tell_its_type(ask: Ask, look: str) -> None:
+    use = f"device = router_logits.device\ntry:\n    {look}  # here\nexcept BaseException:\n    pass"
+    said = "verified" if "getattr" in look else "the type of a device was read here"
+    assert ask("", use) == said
+    assert ask("", use, platform="cpu") == "verified"
+
+
+def test_attributes_of_such_names_are_read_written_and_matched_as_ever(ask: Ask) -> None:
+    use = """\
+class Kind:
+    type = 1
+kind = Kind()
+kind.type += 1
+kind.index = 3
+match 1:
+    case Kind.type:
+        kind.index += 1
+match kind:
+    case Kind(type=2, index=4):
+        del kind.type
+if (kind.type, kind.index) != (1, 4) or torch.device("cuda").type != "cuda":
+    raise ValueError(kind.type, kind.index)
+match {1: kind}:
+    case {Kind.type: Kind()}:
+        pass
+    case _:
+        raise ValueError
+"""
+    assert ask("", use) == "verified"
+
+
 def test_a_tree_that_stops_the_watch_is_not_verified(ask: Ask) -> None:
     stopped = "the tree stopped the watch over its stand-ins, or ran out of stack"
     assert ask("import sys", "sys.settrace(None)") == stopped
@@ -866,6 +907,7 @@ UNHEARD = {
     "a builtin that is handed on": "list(map(callable, KEPT))",
     "a class whose base would have it": "hasattr(A, 'name')",
     "a TypeError of C code": "try:\n    ','.join(KEPT)\nexcept TypeError:\n    pass",
+    "the type of a device by its name": "getattr(output.topk_ids.device, 'type') == 'cuda'",
     "what was imported so far": "import sys\n'sgl_kernel' in sys.modules",
 }
 

@@ -457,7 +457,7 @@ def _positional(function: Callable[..., Any], count: int) -> None:
 
 
 def _one_count(value: Any) -> int:
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
         raise CannotVerify(f"{SLOT} of this tree is no tensor of one whole number")
     return int(value.item())
 
@@ -481,9 +481,11 @@ def _check_runner(root: Path, mode: str, builder: Callable[..., Any]) -> None:
             gives it the same value.
     """
     wanted = [name for name in _RUNNER_ARGUMENTS if name in _parameters(builder)]
-    runners = sorted((root / PACKAGE / "srt" / "model_executor").glob(f"runner/*{mode}*runner*.py"))
+    folder = root / PACKAGE / "srt" / "model_executor"
+    # Decode's stood in the folder itself before there was a folder of runners.
+    runners = sorted(folder.glob(f"runner/*{mode}*runner*.py")) or [folder / "cuda_graph_runner.py"]
     name_of = f"build_{mode}_registry"
-    calls = [(path, call) for path in runners for call in _calls(path, name_of)]
+    calls = [(path, call) for path in runners if path.is_file() for call in _calls(path, name_of)]
     if not calls:
         raise CannotVerify(f"no {mode} runner of this tree builds the registry")
     for path, call in calls:
@@ -502,7 +504,7 @@ def _check_runner(root: Path, mode: str, builder: Callable[..., Any]) -> None:
 def _calls(path: Path, name: str) -> list[ast.Call]:
     text = path.read_text(encoding="utf-8", errors="replace")
     found = []
-    for match in re.finditer(rf"{name}\(", text):
+    for match in re.finditer(rf"(?<![\w`]){name}\(", text):
         depth, end = 0, match.end() - 1
         while end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)

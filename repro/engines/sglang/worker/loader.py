@@ -24,6 +24,7 @@ from .shims import (
     Situation,
     device_of,
     identity_compile,
+    known_device,
     lenient_register_fake,
     struct_shim,
     stub_compile,
@@ -83,6 +84,7 @@ class TreeLoader:
         sys.dont_write_bytecode = True
         sys.meta_path.insert(0, _Finder(self))
         watch_machine()
+        WATCH.pretends = situation.platform != "cpu"
         torch.compile = identity_compile if self._takes(TORCH_COMPILE) else stub_compile
         if self._takes(TORCH_COMPILE):
             self.used[TORCH_COMPILE] = "compiles nothing"
@@ -218,7 +220,7 @@ class _TreeModule(Loader):
         name = module.__name__
         code = compiled(self._tree.file_of(name), _short(name))
         module.__file__ = code.co_filename
-        module.__dict__.update({_SEEN: seen, _DEVICE: device_of})
+        module.__dict__.update({_SEEN: seen, _DEVICE: device_of, _KNOWN_DEVICE: known_device})
         self._tree.loaded.append(name)
         # Importing in the midst of a run is still importing: stand-ins may be named.
         running, trace = WATCH.running, sys.gettrace()
@@ -269,7 +271,7 @@ def prepare(root: Path) -> None:
             kernels.found(kernel, root)
 
 
-_SEEN, _DEVICE = "__moepad_seen__", "__moepad_device__"
+_SEEN, _DEVICE, _KNOWN_DEVICE = "__moepad_seen__", "__moepad_device__", "__moepad_known_device__"
 # What looks at its first argument without asking it: builtins, and all of these modules.
 _ASK_NOBODY = frozenset({"type", "id", "callable", "hasattr", "getattr", "signature", "inspect", "operator"})
 
@@ -277,6 +279,7 @@ _ASK_NOBODY = frozenset({"type", "id", "callable", "hasattr", "getattr", "signat
 def _watch(parsed: ast.Module) -> None:
     """Puts ``seen`` around what Python looks at without asking it, and ``device_of`` in place of ``x.device``."""
     node: Any
+    patterns: set[int] = set()  # of case clauses, which take names only
     for node in ast.walk(parsed):
         kind = type(node)
         if kind is ast.Compare:
@@ -298,8 +301,13 @@ def _watch(parsed: ast.Module) -> None:
             node.type = _call(_SEEN, node.type)
         elif kind is ast.Raise and node.exc is not None:
             node.exc = _call(_SEEN, node.exc)
-        elif kind is ast.Attribute and node.attr in ("type", "index") and _is_device(node.value):
-            node.value = _call(_DEVICE, node.value.value)
+        elif kind in (ast.MatchValue, ast.MatchMapping, ast.MatchClass):
+            patterns.update(map(id, ast.walk(node)))
+        elif kind is ast.Attribute and node.attr in ("type", "index") and id(node) not in patterns:
+            if _is_device(node.value):
+                node.value = _call(_DEVICE, node.value.value)
+            elif type(node.value) is ast.Name:
+                node.value = _call(_KNOWN_DEVICE, node.value)
 
 
 def _is_device(node: ast.expr) -> bool:

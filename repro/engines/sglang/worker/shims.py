@@ -297,6 +297,13 @@ def device_of(value: Any) -> Any:
     return _GPU if isinstance(value, DeviceTensor) else value.device
 
 
+def known_device(value: Any) -> Any:
+    """``value``, for a look at its type or index, unless it is a device that may stand for one of a GPU."""
+    if isinstance(value, torch.device) and value.type == "cpu" and WATCH.running and WATCH.pretends:
+        raise WATCH.trap("the type of a device", "read", "")
+    return value
+
+
 # What a tree could ask about this machine in place of its own predicates, by module. The answers would be those
 # of a machine without a GPU, and lead into another branch.
 _MACHINE = (

@@ -40,6 +40,7 @@ class Watch:
     def __init__(self) -> None:
         self.files: dict[str, tuple[str, list[tuple[int, int]]]] = {}
         self.running = False
+        self.pretends = False  # CPU tensors stand for those of a GPU
         self.reached: list[str] = []
         self.spoiled: list[str] = []
         self.named: set[str] = set()
