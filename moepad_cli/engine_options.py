@@ -111,6 +111,8 @@ def with_kernels_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdi
         loaded: dict[str, dict[str, Any]] = getattr(engine, "loaded", {})
         names = sorted({name for told in loaded.values() for name in told.get("kernels", ())})
         lines += [f"{told['note']} ({engine.name})" for told in loaded.values() if told.get("note")]
+        if loaded:
+            lines.append(f"whether a model passes its count on to TopK ({engine.name})")
         if names:
             lines.append(
                 f"compiled kernels, which plain formulas stood in for: {', '.join(names)} ({engine.name})"

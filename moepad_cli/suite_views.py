@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moepad_cli import parse
-from moepad_cli.errors import UsageError
+from moepad_cli.errors import UsageError, option_name
 from repro.report import Cell, Row, View
 from repro.scenario import Scenario
 from repro.suite import SUITES, SuiteCase, load_suite
@@ -26,6 +26,7 @@ def case_rows(rows: Sequence[tuple[CaseResult, ...]], columns: Sequence[str]) ->
             "fault": case.fault,
             "platform": case.scenario.platform,
             "branch": case.scenario.branch,
+            "options": _options(case.scenario),
         }
         for column, result in zip(columns, results, strict=True):
             row[column] = result.verdict
@@ -34,12 +35,31 @@ def case_rows(rows: Sequence[tuple[CaseResult, ...]], columns: Sequence[str]) ->
     return table
 
 
+def _options(scenario: Scenario) -> str:
+    """What makes this scenario out of the default one, on the command line."""
+    parts = []
+    default = Scenario().to_dict()
+    for name, value in scenario.to_dict().items():
+        flag = option_name(name)
+        if value == default[name] or value is None:
+            continue
+        if isinstance(value, bool):
+            parts.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            parts.append(f"{flag} {','.join(map(str, value))}")
+        else:
+            parts.append(f"{flag} {value}")
+    return " ".join(parts)
+
+
 def cases_view(rows: Sequence[tuple[CaseResult, ...]], columns: Sequence[str] = ("verdict",)) -> View:
     cells: list[list[Cell]] = []
     for results in rows:
         case = results[0].case
         cells.append([case.fault, case.name, *(result.verdict for result in results)])
-    return View("cases", ("fault", "case", *columns), cells)
+    moved = any(r[0].case.fault == "count" and r[0].case.scenario.branch == "custom" for r in rows)
+    note = "count cases on branch custom route by branch grouped, which takes a count in every release"
+    return View("cases", ("fault", "case", *columns), cells, note if moved else "")
 
 
 def change_rows(changes: Sequence[SuiteChange | Change]) -> list[Row]:

@@ -17,13 +17,20 @@ WORST_EXPERTS = 12
 def run_heading(runs: Sequence[CaseRun], scenario: Scenario, device_name: str) -> tuple[str, ...]:
     """Which engines, on what."""
     before, after = runs[0].sides
+    return (
+        f"before: {before.label}   after: {after.label}   device: {device_name}",
+        *scenario_heading(scenario),
+    )
+
+
+def scenario_heading(scenario: Scenario) -> tuple[str, str]:
+    """What of a scenario is most asked after."""
     tokens, sizes = (",".join(map(str, values)) for values in (scenario.tokens, scenario.captured_sizes))
     rows = ",".join(
         str(rows) for rows in dict.fromkeys(rank.padded_num_tokens for rank in scenario.plan().ranks)
     )
     bucket = f"bucket {rows}" + (f" (of {sizes})" if rows != sizes else "")
     return (
-        f"before: {before.label}   after: {after.label}   device: {device_name}",
         f"tokens {tokens}   {bucket}   attention TP {scenario.attn_tp}   {scenario.mode}",
         f"{scenario.experts} experts, top-{scenario.top_k}   platform {scenario.platform}",
     )

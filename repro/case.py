@@ -139,3 +139,16 @@ def inputs_digest(case: Case) -> str:
         for tensor in (batch.hidden_states, batch.router_logits):
             digest.update(tensor[real].cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def not_tried(case: Case) -> list[str]:
+    """What a user's own routing function was not asked in this case."""
+    router, fill = case.asked_scenario.router, case.scenario.pad_fill
+    if router in ROUTER_NAMES:
+        return []
+    if case.scenario.branch != "custom":
+        return [
+            f"fault {case.fault}: runs on branch {case.scenario.branch}, where router {router} is not called"
+        ]
+    others = [other for other in ("nan", "inf") if other != fill]
+    return [f"router {router} with pads that hold {' or '.join(others)} (--pad-fill)"]

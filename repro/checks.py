@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from repro.case import Case, make_case, route_alone
+from repro.case import Case, make_case, not_tried, route_alone, with_ids_in_range
 from repro.engines import Engine, Observation, stop_engine
 from repro.errors import NotVerifiedError
 from repro.findings import Finding
@@ -19,6 +19,7 @@ from repro.suite import SuiteCase
 from repro.truth import Truth, find_truth
 
 SAFE, NOT_VERIFIED = "safe", "not verified"
+MOST_CASES_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class CaseResult:
     engine: str
     judgement: Judgement | None
     reason: str = ""
+    not_tried: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -69,8 +71,13 @@ def check_cases(
         asked: list[tuple[int, Case, Truth, list[Future[Observation]]]] = []
         for number in order:
             case = make_case(cases[number].scenario, cases[number].fault, device)
-            futures = [pool.submit(engine.observe, case) for pool, engine in zip(pools, engines, strict=True)]
             truth = find_truth(case.scenario, case.plan, case.batches, case.layer, route_alone(case))
+            # A remap looks ids up: with one that no expert has, an engine may give no answer at all.
+            remaps = case.scenario.eplb != "none"
+            given = with_ids_in_range(case) if remaps and truth.out_of_range else case
+            futures = [
+                pool.submit(engine.observe, given) for pool, engine in zip(pools, engines, strict=True)
+            ]
             asked.append((number, case, truth, futures))
         for number, case, truth, futures in asked:
             rows[number] = tuple(
@@ -104,7 +111,7 @@ def _result(
         refused = next((rank.error for rank in ranks if rank.error), None)
         verified = judgement if judgement.findings else None
         return CaseResult(suite_case, label, verified, refused or "gave no count")
-    return CaseResult(suite_case, label, judgement)
+    return CaseResult(suite_case, label, judgement, not_tried=tuple(not_tried(case)))
 
 
 def unverifiable(rows: Sequence[tuple[CaseResult, ...]]) -> str:
@@ -200,8 +207,15 @@ def _not_checked(results: Sequence[CaseResult]) -> list[str]:
     for result in results:
         if result.judgement is None:
             cases.setdefault(result.reason, []).append(result.case.name)
-    lines = [f"{'; '.join(names)}: {reason} ({results[0].engine})" for reason, names in cases.items()]
-    others = dict.fromkeys(
-        text for result in results if result.judgement for text in result.judgement.not_checked
-    )
-    return lines + [f"{text} ({results[0].engine})" for text in others]
+    engine = results[0].engine
+    lines = [f"{engine}: {reason}: {_some(names)}" for reason, names in cases.items()]
+    others = [text for result in results if result.judgement for text in result.judgement.not_checked]
+    tried = [text for result in results for text in result.not_tried]
+    return [*lines, *(f"{text} ({engine})" for text in dict.fromkeys(others)), *dict.fromkeys(tried)]
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names of cases, the first of them where they are many."""
+    shown = "; ".join(names[:MOST_CASES_NAMED])
+    more = len(names) - MOST_CASES_NAMED
+    return f"{shown}; and {more} more cases" if more > 0 else shown

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from repro.case import Case, Fault, make_case, route_alone, with_ids_in_range
+from repro.case import Case, Fault, make_case, not_tried, route_alone, with_ids_in_range
 from repro.engines import Engine, Observation
 from repro.errors import NotVerifiedError
 from repro.findings import Finding
 from repro.judge import Judgement, judge, row_ranges, rows_of
 from repro.plan import compute_local_num_token_non_padded_cpu
 from repro.report import Row, Status, Verdict
-from repro.routers import ROUTER_NAMES, RouterError
+from repro.routers import RouterError
 from repro.scenario import Scenario
 from repro.truth import Truth, find_truth
 
@@ -228,7 +228,7 @@ def _verdict(summary: str, exit_code: int, lines: Sequence[str], runs: Sequence[
     ]
     blind = [f"fault {run.case.fault}: {text}" for run in runs if (text := _blind(run))]
     not_checked += blind
-    not_checked += [text for run in runs for text in _not_tried(run.case)]
+    not_checked += [text for run in runs for text in not_tried(run.case)]
     unread = [text for run in runs for side in run.sides if (text := _counts_not_given(run.case, side))]
     not_checked += unread
     status: Status = "findings" if exit_code else "ok"
@@ -243,19 +243,6 @@ def _counts_not_given(case: Case, side: Side) -> str:
     if case.fault != "count" or not ranks:
         return ""
     return f"fault count: {side.label} gave no count on {len(ranks)} ranks"
-
-
-def _not_tried(case: Case) -> list[str]:
-    """What a user's own routing function was not asked in this case."""
-    router, fill = case.asked_scenario.router, case.scenario.pad_fill
-    if router in ROUTER_NAMES:
-        return []
-    if case.scenario.branch != "custom":
-        return [
-            f"fault {case.fault}: runs on branch {case.scenario.branch}, where router {router} is not called"
-        ]
-    others = [other for other in ("nan", "inf") if other != fill]
-    return [f"router {router} with pads that hold {' or '.join(others)} (--pad-fill)"]
 
 
 def _blind(run: CaseRun) -> str:

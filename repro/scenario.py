@@ -72,7 +72,10 @@ class Scenario:
         False, "The forward is not cut into shards: every rank holds all rows.", _SERVER
     )
     require_gathered_buffer: bool = _option(
-        True, "The DP path gathers, so that counts are local to a rank.", _SERVER
+        True,
+        "The DP path gathers, so that counts are local to a rank.",
+        _SERVER,
+        off_help="The DP path does not gather: counts stay whole.",
     )
     enable_prefill_cp: bool = _option(
         False, "Prefill context parallelism: counts stay whole, and every rank holds all rows.", _SERVER

@@ -25,7 +25,9 @@ def block(language: str) -> str:
     ("arguments", "shown"),
     [
         pytest.param(
-            *example, id=example[0], marks=[pytest.mark.network] if "sglang" in example[0].split("#")[0] else []
+            *example,
+            id=example[0],
+            marks=[pytest.mark.network] if "sglang" in example[0].split("#")[0] else [],
         )
         for example in EXAMPLES
     ],

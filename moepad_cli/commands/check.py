@@ -21,10 +21,11 @@ from moepad_cli.engine_options import (
     with_kernels_unchecked,
 )
 from moepad_cli.environment import environment
-from moepad_cli.errors import NotVerified
+from moepad_cli.errors import NotVerified, UsageError
 from moepad_cli.options import with_output
 from moepad_cli.scenario_options import with_scenario
 from moepad_cli.suite_views import case_rows, cases_view, chosen_cases
+from moepad_cli.views import scenario_heading
 from repro.report import Report
 from repro.scenario import Scenario
 from repro.suite import SUITES
@@ -59,7 +60,10 @@ def check(
     with loaded_engines({"ENGINE": engine}, ("after",), python=python, time_limit=time_limit) as engines:
         device, device_name = resolve_device(device)
         from repro.checks import check_cases, check_verdict, unverifiable
+        from repro.engines import SavedEngine
 
+        if isinstance(engines[0], SavedEngine):
+            raise UsageError(f"ENGINE: '{engine}' is a saved run; judge it with moepad compare")
         rows = check_cases(cases, engines, device=device)
         if reason := unverifiable(rows):
             raise NotVerified(reason)
@@ -75,6 +79,9 @@ def check(
         main_table="cases",
         verdict=with_kernels_unchecked(check_verdict(results), engines),
         views=(cases_view([(result,) for result in results]), *(loaded_views(loaded) if verbose else ())),
-        heading=(f"engine: {results[0].engine}   {len(cases)} cases   device: {device_name}",),
+        heading=(
+            f"engine: {results[0].engine}   {len(cases)} cases   device: {device_name}",
+            *(scenario_heading(cases[0].scenario) if scenario_values else ()),
+        ),
         blamed=findings,
     )

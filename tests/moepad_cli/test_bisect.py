@@ -187,7 +187,7 @@ def test_the_report_as_data_holds_every_version_and_both_neighbours(
     assert rows[0] == {"version": "0.5.11", "status": "loaded", "verdict": "alike", **counts, "why": ""}
     assert rows[1] == {"version": "0.5.12", "status": "not needed", "verdict": None, **not_run, "why": ""}
     assert status_of(document)["0.5.14"] == ("loaded", "changed")
-    common = {"platform": "cuda", "why_before": "", "why_after": ""}
+    common = {"platform": "cuda", "options": "--tokens 20", "why_before": "", "why_after": ""}
     count = "PAD001 PAD002 PAD003"
     assert document["tables"]["cases"] == [
         {"case": "mask", "fault": "mask", "branch": "custom", "before": "PAD001 PAD004", "after": "safe"}
@@ -304,7 +304,7 @@ def test_only_verified_cases_are_shown_as_changed(play: Play, capsys: pytest.Cap
         "mask   mask  PAD001 PAD004  safe\n"
         "more cases: 1 not compared (--format json lists them)\n"
     )
-    assert "not checked: count: a kernel of sglang==0.5.16 (sglang==0.5.16)\n" in out
+    assert "not checked: sglang==0.5.16: a kernel of sglang==0.5.16: count\n" in out
 
 
 @pytest.mark.parametrize(

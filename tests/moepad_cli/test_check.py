@@ -19,9 +19,7 @@ from repro.suite import SUITES, load_suite
 MINITREE = Path(__file__).parents[1] / "data" / "minitree"
 
 
-def report_of(
-    capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int
-) -> dict[str, Any]:
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int) -> dict[str, Any]:
     """The one document on standard output, held to the schema."""
     assert main([*arguments, "--device", "cpu", "--format", "json"]) == exit_code
     document = json.loads(capsys.readouterr().out)
@@ -34,7 +32,9 @@ def verdicts(document: dict[str, Any], column: str = "verdict") -> dict[str, str
     return {row["case"]: row[column] for row in document["tables"]["cases"]}
 
 
-def test_the_fixed_engine_is_safe_in_every_case_of_the_default_suite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fixed_engine_is_safe_in_every_case_of_the_default_suite(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     document = report_of(capsys, "check", "fixed", exit_code=0)
     assert verdicts(document) == {case.name: "safe" for case in load_suite("default")}
     assert document["scenario"] == {"suite": "default"}
@@ -52,7 +52,9 @@ def test_the_prefix_engine_has_findings_where_the_two_faults_show(capsys: pytest
     }
 
 
-def test_half_a_fix_leaves_the_other_half_of_the_suite_with_findings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_fix_leaves_the_other_half_of_the_suite_with_findings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for engine, fault in (("fixed-mask", "count"), ("fixed-count", "mask")):
         document = report_of(capsys, "check", engine, exit_code=1)
         assert {finding["fault"] for finding in document["findings"]} == {fault}
@@ -84,15 +86,33 @@ def test_scenario_options_check_both_faults_of_that_scenario(capsys: pytest.Capt
 
 def test_a_suite_and_a_scenario_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "fixed", "--suite", "full", "--tokens", "20"]) == 2
-    assert capsys.readouterr().err == "moepad check: --suite: given together with a scenario; give one of them\n"
+    assert (
+        capsys.readouterr().err == "moepad check: --suite: given together with a scenario; give one of them\n"
+    )
 
 
 def test_the_table_of_cases_is_the_csv(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "prefix", "--tokens", "64", "--device", "cpu", "--format", "csv"]) == 1
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert rows == [
-        {"case": "mask", "fault": "mask", "platform": "cuda", "branch": "custom", "verdict": "PAD004", "why": ""},
-        {"case": "count", "fault": "count", "platform": "cuda", "branch": "custom", "verdict": "safe", "why": ""},
+        {
+            "case": "mask",
+            "fault": "mask",
+            "platform": "cuda",
+            "branch": "custom",
+            "options": "--tokens 64",
+            "verdict": "PAD004",
+            "why": "",
+        },
+        {
+            "case": "count",
+            "fault": "count",
+            "platform": "cuda",
+            "branch": "custom",
+            "options": "--tokens 64",
+            "verdict": "safe",
+            "why": "",
+        },
     ]
 
 
@@ -156,7 +176,33 @@ def test_bisect_turns_exit_codes_into_those_of_git_bisect_run(
     capsys.readouterr()
 
 
-def test_compare_without_a_scenario_runs_the_suite_on_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_case_tells_the_options_that_make_it(capsys: pytest.CaptureFixture[str]) -> None:
+    document = report_of(capsys, "check", "prefix", exit_code=1)
+    options = {row["case"]: row["options"] for row in document["tables"]["cases"]}
+    assert options["custom"] == ""
+    assert options["hip, custom, remapped"] == "--platform hip --eplb static"
+    assert options["prefill, no gathered buffer"] == "--tokens 20 --no-require-gathered-buffer"
+    again = report_of(capsys, "check", "prefix", *options["prefill, attention TP 8"].split(), exit_code=1)
+    first = [finding for finding in document["findings"] if finding["case"] == "prefill, attention TP 8"]
+    alike = [finding for finding in again["findings"] if finding["case"] == "count"]
+    assert [{**finding, "case": None} for finding in alike] == [
+        {**finding, "case": None} for finding in first
+    ]
+
+
+def test_a_saved_run_is_not_checked_on_other_cases(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    assert main(["repro", "--device", "cpu", "--save", str(path)]) == 0
+    assert main(["check", str(path)]) == 2
+    expected = f"moepad check: ENGINE: '{path}' is a saved run; judge it with moepad compare\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_compare_without_a_scenario_runs_the_suite_on_both_engines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     document = report_of(capsys, "compare", "--before", "prefix", "--after", "fixed", exit_code=0)
     assert verdicts(document, "before")["custom"] == "PAD001 PAD004"
     assert set(verdicts(document, "after").values()) == {"safe"}
@@ -166,7 +212,9 @@ def test_compare_without_a_scenario_runs_the_suite_on_both_engines(capsys: pytes
     assert document["verdict"]["summary"] == "fixed: safe in all 34 cases"
 
 
-def test_compare_the_other_way_round_calls_the_findings_introduced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_the_other_way_round_calls_the_findings_introduced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     document = report_of(capsys, "compare", "--before", "fixed", "--after", "prefix", exit_code=1)
     assert {row["change"] for row in document["tables"]["finding_changes"]} == {"introduced"}
 
@@ -185,9 +233,7 @@ def test_compare_with_a_side_that_cannot_be_verified_is_no_safe(
     topk = tmp_path / "sglang" / "srt" / "layers" / "moe" / "topk.py"
     topk.parent.mkdir(parents=True)
     topk.write_text("def select_experts(:\n")
-    document = report_of(
-        capsys, "compare", "--before", f"sglang@{tmp_path}", "--after", "fixed", exit_code=3
-    )
+    document = report_of(capsys, "compare", "--before", f"sglang@{tmp_path}", "--after", "fixed", exit_code=3)
     assert set(verdicts(document, "before").values()) == {"not verified"}
     assert {row["why_before"] for row in document["tables"]["cases"]} == {
         "sglang/srt/layers/moe/topk.py does not load: SyntaxError: invalid syntax (topk.py, line 1)"

@@ -185,7 +185,7 @@ rank</th><th class="left">kind</th><th class="left">rows</th></tr></thead>
 <h2>Findings</h2>
 <div class="wide">
 <table>
-<thead><tr><th>code</th><th>severity</th><th>engine</th><th>fault</th><th>where</th>\
+<thead><tr><th>code</th><th>severity</th><th>engine</th><th>case</th><th>where</th>\
 <th>what was seen</th></tr></thead>
 <tbody>
 <tr><td>PAD001 pad-row-routed</td><td>error</td><td>prefix</td><td>count</td><td>DP0 TP1 rows 20</td>\

@@ -104,7 +104,9 @@ def test_check_takes_an_installed_engine(capsys: pytest.CaptureFixture[str]) -> 
     options = ("--branch", "softmax", "--tokens", "6,6", "--bucket", "16", "--device", "cpu")
     assert main(["check", "example", *options]) == 0
     assert capsys.readouterr().out == (
-        "engine: example   2 cases   device: cpu\n\n"
+        "engine: example   2 cases   device: cpu\n"
+        "tokens 6,6   bucket 16   attention TP 4   prefill\n"
+        "16 experts, top-2   platform cuda\n\n"
         "cases\n"
         "fault  case   verdict\n"
         "-----  -----  -------\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -509,3 +510,43 @@ def test_a_setting_that_is_not_known_is_no_none(changed: Change, reason: Reason,
 
     line = line_of("    config = topk_config") + 2
     assert reason(changed({TOPK: used})) == f"stand-in {said} at {TOPK}:{line}"
+
+
+def made_whole(root: Path) -> Path:
+    """A tree as a whole package: what it imports of SGLang is there too, in so many words."""
+    words = " ".join(re.findall(r"\w+", "".join(path.read_text() for path in root.rglob("*.py"))))
+    for name in (
+        *("srt/utils", "srt/runtime_context", "srt/layers/utils", "srt/eplb/expert_distribution"),
+        *("srt/eplb/expert_location", "srt/state_capturer/routed_experts", "srt/layers/dp_attention"),
+    ):
+        path = root / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {words}\n")
+    (root / "sglang" / "__init__.py").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", ""),
+        (
+            "from sglang.srt.layers.moe.elsewhere import limit\n",
+            "ModuleNotFoundError: No module named 'sglang.srt.layers.moe.elsewhere'",
+        ),
+        (
+            "from sglang.srt.runtime_context import get_nothing\n",
+            "ImportError: cannot import name 'get_nothing' from 'sglang.srt.runtime_context' (unknown location)",
+        ),
+    ],
+)
+def test_what_a_whole_tree_does_not_have_cannot_be_imported(
+    changed: Change, worker: Worker, line: str, reason: str
+) -> None:
+    root = made_whole(changed({}))
+    (root / TOPK).write_text((root / TOPK).read_text().replace(FUTURE, f"{FUTURE}{line}"))
+    try:
+        told = str(worker.open(tree=str(root), platform="cuda")["note"])
+    except NotVerifiedError as err:
+        told = str(err)
+    assert told == (f"{TOPK} does not load: {reason} at {TOPK}:4" if reason else "")

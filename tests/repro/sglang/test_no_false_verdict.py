@@ -553,8 +553,9 @@ def test_a_tree_that_misbehaves_on_one_platform_is_safe_on_the_other(
     lines = out.splitlines()
     assert f"verdict: sglang@{root}: not verified in 7 of 34 cases" in lines
     assert f"  sglang@{root}: 27 safe, 0 with findings, 7 not verified" in lines
-    names = "; ".join(case.name for case in SUITE if case.name in HIP)
-    assert f"not checked: {names}: the process ended: exit status 0 (sglang@{root})" in lines
+    names = [case.name for case in SUITE if case.name in HIP]
+    some = f"{'; '.join(names[:3])}; and {len(names) - 3} more cases"
+    assert f"not checked: sglang@{root}: the process ended: exit status 0: {some}" in lines
 
 
 def test_a_tree_that_misbehaves_does_so_in_a_process_of_its_own(tmp_path: Path) -> None:

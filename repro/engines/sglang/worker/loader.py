@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -77,6 +78,9 @@ class TreeLoader:
         self.used: dict[str, str] = {}
         self.loaded: list[str] = []
         self._kernels: dict[str, Any] = {}
+        self._texts: dict[str, str] = {}
+        # The tests' trees are parts of one.
+        self._is_whole = (root / PACKAGE / "__init__.py").is_file()
         self._shims: dict[str, dict[str, Shim]] = {}
         for shim in SHIMS:
             for module in shim.modules:
@@ -120,6 +124,24 @@ class TreeLoader:
     def is_real(self, name: str) -> bool:
         return name in REAL_MODULES and self.file_of(name).is_file()
 
+    def has(self, name: str) -> bool:
+        """Whether the tree has a module; of a part of a tree, without the package's own file, that is not known."""
+        path = self.root / name.replace(".", "/")
+        return not self._is_whole or path.is_dir() or any(path.parent.glob(f"{path.name}.*"))
+
+    def defines(self, module: str, name: str) -> bool:
+        """Whether a module's source may have that name: it stands there, or is made by other means."""
+        path = self.root / module.replace(".", "/")
+        if not self._is_whole or self.has(f"{module}.{name}"):
+            return True
+        if module not in self._texts:
+            source = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+            self._texts[module] = source.read_text("utf-8", "replace") if source.is_file() else ""
+        text = self._texts[module]
+        return (
+            not text or "import *" in text or "__getattr__" in text or bool(re.search(rf"\b{name}\b", text))
+        )
+
     def owns(self, filename: str) -> bool:
         """Whether a file is one of the tree's that were loaded."""
         return filename in WATCH.files
@@ -148,7 +170,7 @@ class TreeLoader:
         for exported, (module, original) in _re_exports(init).items():
             if self.is_real(module):
                 replacements[exported] = partial(_member_of, module, original)
-        return StubModule(name, replacements)
+        return StubModule(name, replacements, partial(self.defines, name))
 
     def _maker(self, shim: Shim) -> Callable[[], Any]:
         made: list[Any] = []
@@ -202,6 +224,9 @@ class _Finder(MetaPathFinder):
                 raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
             if top == "msgspec" and _is_installed("msgspec"):
                 return None
+        elif not self._tree.has(fullname):
+            # Whatever the tree does about that, a server would do as well.
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         elif self._tree.is_real(fullname):
             return ModuleSpec(fullname, _TreeModule(self._tree), origin=str(self._tree.file_of(fullname)))
         if fullname.rpartition(".")[2].startswith("__"):  # from package import __version__

@@ -167,10 +167,19 @@ class Heir:
 
 
 class StubModule(ModuleType):
-    """A module that is not there. ``replacements`` are the names in it that have a faithful stand-in."""
+    """A module that is not there. ``replacements`` are the names in it that have a faithful stand-in.
 
-    def __init__(self, name: str, replacements: dict[str, Callable[[], Any]]) -> None:
+    ``defines`` says whether the real module may have a name; one that it has not cannot be imported here either.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        replacements: dict[str, Callable[[], Any]],
+        defines: Callable[[str], bool] = lambda _name: True,
+    ) -> None:
         super().__init__(name)
+        self._moepad_defines = defines
         self.__path__: list[str] = []
         self._moepad_replacements = replacements
         self._moepad_stubs: dict[str, Stub] = {}
@@ -181,6 +190,8 @@ class StubModule(ModuleType):
             raise WATCH.trap(self.__name__, "imported as *")
         if _is_special(name) and not WATCH.is_asked(sys._getframe(1)):
             raise AttributeError(name)
+        if not _is_special(name) and not self._moepad_defines(name):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         replacement = self._moepad_replacements.get(name)
         if replacement is not None:
             return replacement()
