@@ -67,6 +67,8 @@ def loaded_engines(
     from repro.engines import load_engine, start_workers, stop_engine
     from repro.errors import EngineSpecError, RunFileError
 
+    if python == "":
+        raise UsageError("--python: '' is no file; give a Python interpreter")
     limit = parse.decimal(time_limit, "--time-limit", least=0.1, example=DEFAULT_TIME_LIMIT)
     engines: list[Engine] = []
     workers = start_workers(list(specs.values()), python=python, time_limit=limit)
@@ -112,7 +114,9 @@ def with_kernels_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdi
         names = sorted({name for told in loaded.values() for name in told.get("kernels", ())})
         lines += [f"{told['note']} ({engine.name})" for told in loaded.values() if told.get("note")]
         if loaded:
-            lines.append(f"whether a model passes its count on to TopK ({engine.name})")
+            lines.append(
+                f"what calls them (model, TopK, batch, runner), capture and dispatch ({engine.name})"
+            )
         if names:
             lines.append(
                 f"compiled kernels, which plain formulas stood in for: {', '.join(names)} ({engine.name})"

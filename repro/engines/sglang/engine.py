@@ -132,11 +132,12 @@ def _count(case: Case, rank: DpRankPlan, shard: Shard) -> int | dict[str, Any]:
         return {
             "eager": {"global": rank.num_tokens, "raw_num_tokens": rank.raw_length, "localised": localised}
         }
-    full = rank.padded_num_tokens
-    # The replay comes after one of a full batch, whose count must not stay behind.
+    full, shortest = rank.padded_num_tokens, case.plan.attn_tp_size * scenario.tokens_per_request
+    # The replay comes after others, shorter and longer, whose counts must not stay behind.
+    earlier = [(full, full), (scenario.tokens_per_request, min(shortest, full)), (full, full)]
     fills = [
         {"global": num_tokens, "carried": None, "raw_num_tokens": raw_num_tokens}
-        for num_tokens, raw_num_tokens in ((full, full), (rank.num_tokens, rank.raw_length))
+        for num_tokens, raw_num_tokens in (*earlier, (rank.num_tokens, rank.raw_length))
     ]
     return {
         "replay": {

@@ -360,12 +360,12 @@ UNKNOWN: dict[str, Row] = {
             )
         },
         replay(),
-        "num_token_non_padded of this tree is no tensor of one whole number",
+        "slot num_token_non_padded of this tree holds no tensor of one int32",
     ),
     "a slot of two": (
         {REGISTRY: put('"num_token_non_padded", 1, torch.int32', '"num_token_non_padded", 2, torch.int32')},
         replay(),
-        "num_token_non_padded of this tree is no tensor of one whole number",
+        "slot num_token_non_padded of this tree holds no tensor of one int32",
     ),
     "a slot that is no tensor": (
         {
@@ -375,15 +375,41 @@ UNKNOWN: dict[str, Row] = {
             )
         },
         replay(),
-        "num_token_non_padded of this tree is no tensor of one whole number",
+        "slot num_token_non_padded of this tree holds no tensor of one int32",
     ),
     "a slot of truth": (
         {REGISTRY: put('"num_token_non_padded", 1, torch.int32', '"num_token_non_padded", 1, torch.bool')},
         replay(),
-        "num_token_non_padded of this tree is no tensor of one whole number",
+        "slot num_token_non_padded of this tree holds no tensor of one int32",
     ),
 }
 
+UNKNOWN["a slot of 64 bits"] = (
+    {REGISTRY: put('"num_token_non_padded", 1, torch.int32', '"num_token_non_padded", 1, torch.int64')},
+    replay(),
+    "slot num_token_non_padded of this tree holds no tensor of one int32",
+)
+UNKNOWN["a buffer that a fill replaces"] = (
+    {
+        REGISTRY: put(
+            "                slot.post_fill(slot.buffer, fb, context)\n",
+            "                slot.buffer = slot.buffer.clone()\n"
+            "                slot.post_fill(slot.buffer, fb, context)\n",
+        )
+    },
+    replay(),
+    "the buffer of slot num_token_non_padded is another after a fill than before it",
+)
+UNKNOWN["a graph that reads a copy"] = (
+    {REGISTRY: put("        return self.buffer\n", "        return self.buffer.clone()\n")},
+    replay(),
+    "the buffer of slot num_token_non_padded is another after a fill than before it",
+)
+UNKNOWN["a count of another era's name"] = (
+    {REGISTRY: put("fb.global_num_token_non_padded_cpu", "fb.num_token_non_padded_cpu")},
+    replay(),
+    f"forward batch.num_token_non_padded_cpu was read at {REGISTRY}:{{fb.num_token_non_padded_cpu}}",
+)
 UNKNOWN["a kernel that nobody compared"] = (
     {FILL: put("rows <= MOST_PLAIN_ROWS", "rows < 0")},
     MASKED,
@@ -395,6 +421,11 @@ PASSED = "            attn_tp_sharded_fn=lambda _num_tokens: gathers,\n"
 LEFT_OUT = "{0}_cuda_graph_runner.py of this tree does not pass {1} to build_{0}_registry"
 FIXED = "{0}_cuda_graph_runner.py of this tree passes {1} to build_{0}_registry"
 RUNNERS: dict[str, Row] = {
+    "passes what decides, under a name that moepad does not know": (
+        {PREFILL_RUNNER: put(PASSED, PASSED + "            localize_against_bucket=False,\n")},
+        replay(),
+        FIXED.format("prefill", "localize_against_bucket") + ": unknown to moepad",
+    ),
     "leaves out attn_tp_sharded_fn": (
         {PREFILL_RUNNER: put(PASSED, "")},
         replay(),

@@ -64,6 +64,15 @@ _RUNNER_ARGUMENTS = (
 )
 
 
+# What it hands over besides, which has no say in the count.
+_HARMLESS_ARGUMENTS = (
+    *("device", "max_bs", "max_num_token", "cache_loc_dtype", "seq_len_fill_value", "share_pool", "source"),
+    *("is_multimodal", "hidden_size", "embed_dtype", "register_input_embeds", "enable_mamba_track"),
+    *("is_encoder_decoder", "encoder_len_fill_value", "encoder_lens_dtype"),
+    *("require_mlp_tp_gather", "num_dp_ranks", "dp_size", "register_global_num_tokens"),
+)
+
+
 class Session:
     """One tree on one platform; ``tree`` is the folder that holds ``sglang/``, None the installed package."""
 
@@ -184,6 +193,8 @@ class Session:
                     },
                 )
             )
+            slot = _member(registry, "get_slot")(SLOT)
+            held = _slot_buffer(slot)
             for fill in replay["fills"]:
                 raw = fill["raw_num_tokens"]
                 shape = {
@@ -196,7 +207,16 @@ class Session:
                 fill_from = _member(registry, "fill_from")
                 _positional(fill_from, 1)
                 fill_from(batch, **_accepted(fill_from, shape, skip=1))
-            return _one_count(_member(_member(registry, "get_slot")(SLOT), "buffer"))
+            # A graph reads the memory that it was captured with, by way of slice_for.
+            read = _member(slot, "slice_for")(bucket // per_request, bucket)
+            for now in (_slot_buffer(slot), read):
+                if (
+                    not isinstance(now, Tensor)
+                    or now.data_ptr() != held.data_ptr()
+                    or now.shape != held.shape
+                ):
+                    raise CannotVerify(f"the buffer of slot {SLOT} is another after a fill than before it")
+            return _one_count(held)
 
     def _batch(self, fill: Item, replay: Item, *, localised: bool, sharded: bool) -> Settings:
         """A batch with the attributes that released registries read, and no others."""
@@ -211,6 +231,12 @@ class Session:
             carried = whole if carries_whole else self._carried(whole, raw, localised=asks)
         positions = torch.arange(raw, device=self.loader.device)
         requests = torch.arange(-(-raw // replay["tokens_per_request"]), device=self.loader.device)
+        counts = {
+            SLOT: self._number(carried),
+            f"{SLOT}_cpu": whole,
+            f"global_{SLOT}": self._number(whole),
+            f"global_{SLOT}_cpu": whole,
+        }
         return Settings(
             "forward batch",
             batch_size=len(requests),
@@ -221,10 +247,8 @@ class Session:
             seq_lens=requests + 1,
             seq_lens_cpu=(requests + 1).cpu(),
             mrope_positions=None,
-            num_token_non_padded=self._number(carried),
-            num_token_non_padded_cpu=whole,
-            global_num_token_non_padded=self._number(whole),
-            global_num_token_non_padded_cpu=whole,
+            # Those that the tree's own batch has; another era's name means nothing there.
+            **{name: value for name, value in counts.items() if name in fields or not fields},
         )
 
     def _number(self, value: int) -> Tensor:
@@ -290,11 +314,13 @@ class _Routing:
             SLOT: None if count is None else self._tensor(torch.tensor([count], dtype=torch.int32)),
             "expert_location_dispatch_info": self._dispatch_info(),
         }
+        # Layers other than the first ask too.
+        layer = {"layer_id": self._session.situation.attn_tp_rank % 2 * 3}
         for name in offered:
             if name not in _parameters(select_experts):
                 raise CannotVerify(f"select_experts of this tree has no parameter {name}")
         with torch.no_grad(), running(), _AllOnGpu(self._pretends):
-            output = select_experts(**_accepted(select_experts, offered))
+            output = select_experts(**_accepted(select_experts, offered | layer))
         if self._misasked:
             raise CannotVerify(self._misasked[0])
         ids, weights = (self._given(output, name) for name in ("topk_ids", "topk_weights"))
@@ -456,6 +482,15 @@ def _positional(function: Callable[..., Any], count: int) -> None:
         raise CannotVerify(f"{function.__name__} of this tree takes no batch")
 
 
+def _slot_buffer(slot: Any) -> Tensor:
+    buffer = _member(slot, "buffer")
+    if not isinstance(buffer, Tensor) or buffer.dtype != torch.int32 or buffer.numel() != 1:
+        raise CannotVerify(f"slot {SLOT} of this tree holds no tensor of one int32")
+    if getattr(slot, "device", None) is not None:
+        raise CannotVerify(f"slot {SLOT} of this tree is kept on a device of its own, {slot.device}")
+    return buffer
+
+
 def _one_count(value: Any) -> int:
     if not isinstance(value, Tensor) or value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
         raise CannotVerify(f"{SLOT} of this tree is no tensor of one whole number")
@@ -490,6 +525,10 @@ def _check_runner(root: Path, mode: str, builder: Callable[..., Any]) -> None:
         raise CannotVerify(f"no {mode} runner of this tree builds the registry")
     for path, call in calls:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
+        for unknown in given.keys() - {*_RUNNER_ARGUMENTS, *_HARMLESS_ARGUMENTS, None}:
+            raise CannotVerify(
+                f"{path.name} of this tree passes {unknown} to {name_of}, which moepad does not know"
+            )
         for name in wanted:
             value = given.get(name)
             if value is None:

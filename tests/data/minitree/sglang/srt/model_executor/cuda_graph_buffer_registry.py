@@ -29,6 +29,10 @@ class GraphSlot:
     source: Callable[[Any], torch.Tensor] | None
     post_fill: Callable[[torch.Tensor, ForwardBatch, FillContext], None] | None = None
 
+    def slice_for(self, bs: int, num_tokens: int) -> torch.Tensor:
+        """What a graph reads."""
+        return self.buffer
+
 
 class GraphBufferRegistry:
     def __init__(self) -> None:
