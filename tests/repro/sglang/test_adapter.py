@@ -408,7 +408,7 @@ UNKNOWN["a graph that reads a copy"] = (
 UNKNOWN["a count of another era's name"] = (
     {REGISTRY: put("fb.global_num_token_non_padded_cpu", "fb.num_token_non_padded_cpu")},
     replay(),
-    f"forward batch.num_token_non_padded_cpu was read at {REGISTRY}:{{fb.num_token_non_padded_cpu}}",
+    f"stand-in forward batch.num_token_non_padded_cpu was read at {REGISTRY}:{{fb.num_token_non_padded_cpu}}",
 )
 UNKNOWN["a kernel that nobody compared"] = (
     {FILL: put("rows <= MOST_PLAIN_ROWS", "rows < 0")},
@@ -424,7 +424,7 @@ RUNNERS: dict[str, Row] = {
     "passes what decides, under a name that moepad does not know": (
         {PREFILL_RUNNER: put(PASSED, PASSED + "            localize_against_bucket=False,\n")},
         replay(),
-        FIXED.format("prefill", "localize_against_bucket") + ": unknown to moepad",
+        FIXED.format("prefill", "localize_against_bucket") + ", which moepad does not know",
     ),
     "leaves out attn_tp_sharded_fn": (
         {PREFILL_RUNNER: put(PASSED, "")},
