@@ -31,6 +31,8 @@ class SglangEngine:
         self._tree, self._worker, self._without = tree, worker, tuple(without)
         self._platform: str | None = None
         self._failed: dict[str, str] = {}
+        if tree.root is not None:
+            worker.prepare(str(tree.root))
 
     def observe(self, case: Case) -> Observation:
         """Run the case on every rank, in the worker.

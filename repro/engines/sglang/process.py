@@ -88,6 +88,16 @@ class Worker:
         first, second = (cls(python=python, time_limit=time_limit, _process=process) for process in processes)
         return first, second
 
+    def prepare(self, tree: str) -> None:
+        """Have a tree compiled while the caller is busy; whatever is wrong shows when it is opened."""
+        with self._lock:
+            if self._process is None or self._is_open:
+                return
+            self._number += 1
+            pieces = pack({"op": "prepare", "id": self._number, "tree": tree}, {})
+            with contextlib.suppress(OSError, TimeoutError):
+                write_pieces(self._process.requests, pieces, time.monotonic() + self.time_limit)
+
     def open(self, *, tree: str | None, platform: str, without: Sequence[str] = ()) -> dict[str, Any]:
         """Load a tree, after closing the one that is open; gives what its session says of itself."""
         with self._lock:

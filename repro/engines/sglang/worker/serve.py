@@ -3,6 +3,7 @@
 Both take turns at one pair of pipes: from ``open`` on the child reads the requests and answers them, and the
 worker only waits for its end. A request and its answer carry the same ``id``.
 
+    {op: prepare, tree}                                 compiles the tree's modules; there is no answer
     {op: open, platform, tree, without, memory_limit}   -> {opened: what the session describes}
     {op: observe, items} and tensors                    -> {results} and tensors
     {op: close}                                         -> {closed: true}; the child ends
@@ -82,12 +83,12 @@ def run(requests: int, answers: int, session_factory: SessionFactory | None = No
             number = int(message["id"])
             if message["op"] == "quit":
                 break
-            if message["op"] == "close":
+            if message["op"] == "prepare":
+                _compile(message["tree"])
+            elif message["op"] == "close":
                 write_frame(answers, {"id": number, "closed": True}, {})
             elif message["op"] == "open" and problem is None:
                 shared.set(_WORKING, number)
-                if session_factory is None:
-                    _compile(message["tree"])
                 child = _fork(_Child(requests, answers, shared), message, session_factory)
                 refusal = _after(_wait_for(child, requests, wakeup), answers, shared)
             else:
