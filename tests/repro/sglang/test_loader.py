@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from repro.engines.sglang.process import Worker
-from repro.engines.sglang.worker.loader import prepare
+from repro.engines.sglang.worker.loader import compiled, prepare
 from repro.engines.sglang.worker.shims import OPTIONAL_PACKAGES
 from repro.errors import NotVerifiedError
 
@@ -453,7 +453,9 @@ def test_what_is_wrong_with_a_tree_is_not_told_when_it_is_compiled_ahead(tmp_pat
     file.parent.mkdir(parents=True)
     for text in (b"def (", b"x = '\xff'", b"\0", b"(" * 100_000):
         file.write_bytes(text)
-        prepare(tmp_path)
+        assert prepare(tmp_path) is None
+        with pytest.raises((SyntaxError, ValueError, MemoryError, RecursionError)):
+            compiled(file, TOPK)
 
 
 # The plain-Python Struct.

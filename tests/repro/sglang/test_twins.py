@@ -123,14 +123,16 @@ def test_what_one_tree_prints_is_not_the_others(pair: tuple[Worker, Worker], tmp
         assert f"ValueError: of {1 - number}" not in worker.log()
 
 
-def test_stopping_before_the_first_call_leaves_nothing() -> None:
+def test_stopping_before_the_first_call_leaves_nothing(mark: str) -> None:
     for worker in Worker.pair():
         worker.stop()
+    assert left(mark) == 0
 
 
-def test_stopping_the_second_first_leaves_nothing() -> None:
+def test_stopping_the_second_first_leaves_nothing(mark: str) -> None:
     for worker in reversed(Worker.pair()):
         worker.stop()
+    assert left(mark) == 0
 
 
 def test_an_interpreter_that_cannot_be_started_is_named_by_both(tmp_path: Path) -> None:

@@ -168,11 +168,13 @@ def _import_torch() -> str | None:
     """Why torch cannot be used here, if so. Its threads would not outlive a fork, so there are none."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
+    gc.disable()  # an import makes much and drops little
     try:
         import torch
 
         torch.set_num_threads(1)
         gc.freeze()  # else every collection of a child would touch, and so copy, all that torch brought
+        gc.enable()
     except Exception as err:
         traceback.print_exc()
         return f"{sys.executable}: torch cannot be imported there: {_one_line(err)}"
