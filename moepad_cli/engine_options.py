@@ -106,8 +106,8 @@ def loaded_rows(engines: Sequence[Engine]) -> list[Row]:
     return rows
 
 
-def with_kernels_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdict:
-    """The verdict, saying which compiled kernels plain formulas stood in for, and why where a GPU is at hand."""
+def with_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdict:
+    """The verdict, with what no verdict on these engines rests on: their callers, and kernels that were emulated."""
     lines = []
     for engine in engines:
         loaded: dict[str, dict[str, Any]] = getattr(engine, "loaded", {})

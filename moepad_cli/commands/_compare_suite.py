@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moepad_cli.engine_options import loaded_rows, loaded_views, with_kernels_unchecked
+from moepad_cli.engine_options import loaded_rows, loaded_views, with_unchecked
 from moepad_cli.environment import environment
 from moepad_cli.errors import NotVerified
 from moepad_cli.suite_views import case_rows, cases_view, change_rows, suite_changes_view
@@ -39,7 +39,7 @@ def compare_suite(
             "loaded": loaded,
         },
         main_table="cases",
-        verdict=with_kernels_unchecked(suite_compare_verdict(rows), engines),
+        verdict=with_unchecked(suite_compare_verdict(rows), engines),
         views=(
             cases_view(rows, ("before", "after")),
             suite_changes_view(changes),

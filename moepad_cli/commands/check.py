@@ -18,7 +18,7 @@ from moepad_cli.engine_options import (
     loaded_engines,
     loaded_rows,
     loaded_views,
-    with_kernels_unchecked,
+    with_unchecked,
 )
 from moepad_cli.environment import environment
 from moepad_cli.errors import NotVerified, UsageError
@@ -77,7 +77,7 @@ def check(
         findings=findings,
         tables={"cases": case_rows([(result,) for result in results], ("verdict",)), "loaded": loaded},
         main_table="cases",
-        verdict=with_kernels_unchecked(check_verdict(results), engines),
+        verdict=with_unchecked(check_verdict(results), engines),
         views=(cases_view([(result,) for result in results]), *(loaded_views(loaded) if verbose else ())),
         heading=(
             f"engine: {results[0].engine}   {len(cases)} cases   device: {device_name}",

@@ -19,7 +19,7 @@ from moepad_cli.engine_options import (
     loaded_engines,
     loaded_rows,
     loaded_views,
-    with_kernels_unchecked,
+    with_unchecked,
 )
 from moepad_cli.errors import UsageError, option_name
 from moepad_cli.options import SavedReport, with_output
@@ -112,7 +112,7 @@ def _compare_scenario(
         "compare",
         scenario,
         runs,
-        with_kernels_unchecked(compare_verdict(runs), engines),
+        with_unchecked(compare_verdict(runs), engines),
         device_name=device_name,
         all_experts=all_experts,
         more_tables={"finding_changes": change_rows(changes), "loaded": loaded},

@@ -24,15 +24,11 @@ The last result has what ``Session.describe`` says by then, as ``described``.
 
 from __future__ import annotations
 
-import ast
 import dis
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -44,7 +40,9 @@ from torch.overrides import TorchFunctionMode
 from . import native
 from .kernels import EMULATIONS, KernelRefused, NotEmulated
 from .loader import BATCH_INFO, PACKAGE, REGISTRY, TOPK, TreeLoader, one_line
+from .runner import SLOT, check_runner
 from .shims import DeviceTensor, Settings, Situation
+from .signatures import accepted, member, parameters_of, positional
 from .stubs import WATCH, CannotVerify, running
 
 Item = dict[str, Any]
@@ -52,25 +50,6 @@ Tensors = dict[str, Tensor]
 
 _DISPATCH = "sglang.srt.eplb.expert_location_dispatch"
 _SHARED = "sglang.srt.configs.shared_experts"
-SLOT = "num_token_non_padded"
-
-# What a runner must hand to the registry's builder, where the builder takes it: left out there, the defaults
-# rule, whatever this adapter passes.
-_RUNNER_ARGUMENTS = (
-    "enable_num_token_non_padded",
-    "require_gathered_buffer",
-    "enable_prefill_cp",
-    "attn_tp_sharded_fn",
-)
-
-
-# What it hands over besides, which has no say in the count.
-_HARMLESS_ARGUMENTS = (
-    *("device", "max_bs", "max_num_token", "cache_loc_dtype", "seq_len_fill_value", "share_pool", "source"),
-    *("is_multimodal", "hidden_size", "embed_dtype", "register_input_embeds", "enable_mamba_track"),
-    *("is_encoder_decoder", "encoder_len_fill_value", "encoder_lens_dtype"),
-    *("require_mlp_tp_gather", "num_dp_ranks", "dp_size", "register_global_num_tokens"),
-)
 
 
 class Session:
@@ -152,21 +131,21 @@ class Session:
         """The count that a batch brings along: localised against its length where the forward is sharded."""
         if not localised:
             return whole
-        compute = _member(self.module(BATCH_INFO), f"compute_local_{SLOT}")
+        compute = member(self.module(BATCH_INFO), f"compute_local_{SLOT}")
         offered = {
             f"global_{SLOT}": self._number(whole),
             "num_tokens_per_dp": raw_num_tokens,
             "sharded": True,
         }
-        return _one_count(compute(**_accepted(compute, offered)))
+        return _one_count(compute(**accepted(compute, offered)))
 
     def _replayed(self, replay: Item) -> int:
         """What the slot holds after the last fill."""
         registry_module, batch_module = self.module(REGISTRY), self.module(BATCH_INFO)
-        builder = _member(registry_module, f"build_{replay['mode']}_registry")
-        if f"enable_{SLOT}" not in _parameters(builder):
+        builder = member(registry_module, f"build_{replay['mode']}_registry")
+        if f"enable_{SLOT}" not in parameters_of(builder):
             raise CannotVerify(f"the {replay['mode']} registry of this tree has no slot {SLOT}")
-        _check_runner(self.loader.root, replay["mode"], builder)
+        check_runner(self.loader.root, replay["mode"], builder)
         localised = replay["require_gathered_buffer"] and not replay["enable_prefill_cp"]
         sharded = localised and replay["sharded"]
         # As a runner's own: it knows nothing of context parallelism, which is the registry's to heed.
@@ -177,7 +156,7 @@ class Session:
             if predicate is not None:
                 predicate(lambda _num_tokens: replay["sharded"])
             registry = builder(
-                **_accepted(
+                **accepted(
                     builder,
                     {
                         "device": torch.device(self.loader.device),
@@ -193,7 +172,7 @@ class Session:
                     },
                 )
             )
-            slot = _member(registry, "get_slot")(SLOT)
+            slot = member(registry, "get_slot")(SLOT)
             held = _slot_buffer(slot)
             for fill in replay["fills"]:
                 raw = fill["raw_num_tokens"]
@@ -204,11 +183,11 @@ class Session:
                     "padded_num_tokens": bucket,
                 }
                 batch = self._batch(fill, replay, localised=localised, sharded=sharded)
-                fill_from = _member(registry, "fill_from")
-                _positional(fill_from, 1)
-                fill_from(batch, **_accepted(fill_from, shape, skip=1))
+                fill_from = member(registry, "fill_from")
+                positional(fill_from, 1)
+                fill_from(batch, **accepted(fill_from, shape, skip=1))
             # A graph reads the memory that it was captured with, by way of slice_for.
-            read = _member(slot, "slice_for")(bucket // per_request, bucket)
+            read = member(slot, "slice_for")(bucket // per_request, bucket)
             for now in (_slot_buffer(slot), read):
                 if (
                     not isinstance(now, Tensor)
@@ -221,13 +200,13 @@ class Session:
     def _batch(self, fill: Item, replay: Item, *, localised: bool, sharded: bool) -> Settings:
         """A batch with the attributes that released registries read, and no others."""
         whole, raw = fill["global"], fill["raw_num_tokens"]
-        fields = getattr(_member(self.module(BATCH_INFO), "ForwardBatch"), "__dataclass_fields__", {})
+        fields = getattr(member(self.module(BATCH_INFO), "ForwardBatch"), "__dataclass_fields__", {})
         # Before the batch had a field of its own for the whole count, decode carried that one.
         carries_whole = replay["mode"] == "decode" and f"global_{SLOT}" not in fields
         carried = fill["carried"]
         if carried is None:
-            compute = _member(self.module(BATCH_INFO), f"compute_local_{SLOT}")
-            asks = sharded if "sharded" in _parameters(compute) else localised
+            compute = member(self.module(BATCH_INFO), f"compute_local_{SLOT}")
+            asks = sharded if "sharded" in parameters_of(compute) else localised
             carried = whole if carries_whole else self._carried(whole, raw, localised=asks)
         positions = torch.arange(raw, device=self.loader.device)
         requests = torch.arange(-(-raw // replay["tokens_per_request"]), device=self.loader.device)
@@ -300,7 +279,7 @@ class _Routing:
         return at.get(last.tb_lasti) == "RAISE_VARARGS"
 
     def _call(self, count: int | None) -> tuple[Tensor, Tensor]:
-        select_experts = _member(self._session.topk, "select_experts")
+        select_experts = member(self._session.topk, "select_experts")
         first, end = self._route["rows"]
         # Copies: the code under test may write into what it is given.
         hidden_states, router_logits = (
@@ -317,10 +296,10 @@ class _Routing:
         # Layers other than the first ask too.
         layer = {"layer_id": self._session.situation.attn_tp_rank % 2 * 3}
         for name in offered:
-            if name not in _parameters(select_experts):
+            if name not in parameters_of(select_experts):
                 raise CannotVerify(f"select_experts of this tree has no parameter {name}")
         with torch.no_grad(), running(), _AllOnGpu(self._pretends):
-            output = select_experts(**_accepted(select_experts, offered | layer))
+            output = select_experts(**accepted(select_experts, offered | layer))
         if self._misasked:
             raise CannotVerify(self._misasked[0])
         ids, weights = (self._given(output, name) for name in ("topk_ids", "topk_weights"))
@@ -338,13 +317,13 @@ class _Routing:
 
     def _config(self, hidden_states: Tensor, router_logits: Tensor) -> Any:
         route = self._route
-        config = _member(self._session.topk, "TopKConfig")
+        config = member(self._session.topk, "TopKConfig")
         shared = route["num_fused_shared_experts"]
         grouped = route["branch"] in ("grouped", "biased-grouped")
         if shared and not grouped:
             raise CannotVerify(f"select_experts appends no shared experts on branch {route['branch']}")
         bias = route["correction_bias"]
-        parameters = _parameters(config)
+        parameters = parameters_of(config)
         offered = {
             "top_k": route["top_k"] + shared,
             "use_grouped_topk": grouped,
@@ -360,14 +339,14 @@ class _Routing:
         if "num_fused_shared_experts" in parameters:
             offered["num_fused_shared_experts"] = shared
         elif "shared_experts" in parameters:
-            layout = _member(self._session.module(_SHARED), "SharedExpertsConfig")
+            layout = member(self._session.module(_SHARED), "SharedExpertsConfig")
             offered["shared_experts"] = layout(num_fused_shared_experts=shared)
         else:
             raise CannotVerify("TopKConfig of this tree takes no number of shared experts")
         for name in offered:
             if name not in parameters:
                 raise CannotVerify(f"TopKConfig of this tree has no field {name}")
-        return config(**_accepted(config, offered))
+        return config(**accepted(config, offered))
 
     def _router(self, hidden_states: Tensor, router_logits: Tensor) -> Callable[..., Any] | None:
         """Gives what the routing function gave for these rows; asked for anything else, it is no answer."""
@@ -398,7 +377,7 @@ class _Routing:
         dispatch = self._route["dispatch"]
         if dispatch is None:
             return None
-        info = _member(self._session.module(_DISPATCH), "ExpertLocationDispatchInfo")
+        info = member(self._session.module(_DISPATCH), "ExpertLocationDispatchInfo")
         offered = {
             "ep_dispatch_algorithm": dispatch["ep_dispatch_algorithm"],
             "partial_logical_to_rank_dispatch_physical_map": self._tensor(
@@ -410,7 +389,7 @@ class _Routing:
             ),
             "num_physical_experts": dispatch["num_physical_experts"],
         }
-        return info(**_accepted(info, offered))
+        return info(**accepted(info, offered))
 
 
 class _AllOnGpu(TorchFunctionMode):
@@ -440,50 +419,8 @@ def _installed_root() -> Path:
     return Path(places[0]).parent
 
 
-def _member(owner: Any, name: str) -> Any:
-    value = getattr(owner, name, None)
-    if value is None:
-        raise CannotVerify(f"{getattr(owner, '__name__', type(owner).__name__)} of this tree has no {name}")
-    return value
-
-
-def _parameters(function: Callable[..., Any], *, skip: int = 0) -> Mapping[str, inspect.Parameter]:
-    """Parameters by name, without the first ``skip``. A signature costs more than the call that it is for."""
-    plain = getattr(function, "__func__", function)
-    bound = plain is not function
-    parameters = _signature(plain)[bound + skip :]
-    return {parameter.name: parameter for parameter in parameters}
-
-
-@functools.cache
-def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(function).parameters.values())
-
-
-def _accepted(function: Callable[..., Any], offered: dict[str, Any], *, skip: int = 0) -> dict[str, Any]:
-    """Of what is offered, what the tree's function takes; a parameter that it needs besides is no answer."""
-    parameters = _parameters(function, skip=skip).values()
-    for parameter in parameters:
-        optional = parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if parameter.name not in offered and not optional:
-            raise CannotVerify(
-                f"{function.__name__} of this tree needs {parameter.name}, which moepad does not know"
-            )
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in offered.items() if name in names}
-
-
-def _positional(function: Callable[..., Any], count: int) -> None:
-    parameters = list(_parameters(function).values())
-    if len(parameters) < count or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        raise CannotVerify(f"{function.__name__} of this tree takes no batch")
-
-
 def _slot_buffer(slot: Any) -> Tensor:
-    buffer = _member(slot, "buffer")
+    buffer = member(slot, "buffer")
     if not isinstance(buffer, Tensor) or buffer.dtype != torch.int32 or buffer.numel() != 1:
         raise CannotVerify(f"slot {SLOT} of this tree holds no tensor of one int32")
     if getattr(slot, "device", None) is not None:
@@ -505,55 +442,3 @@ def _same(given: Any, wanted: Any) -> bool:
     return torch.equal(given.nan_to_num(nan=1.5), wanted.nan_to_num(nan=1.5)) and torch.equal(
         given.isnan(), wanted.isnan()
     )
-
-
-@functools.cache
-def _check_runner(root: Path, mode: str, builder: Callable[..., Any]) -> None:
-    """The tree's own prefill or decode runner must hand over what this adapter does.
-
-    Raises:
-        CannotVerify: no runner calls the builder, or one leaves out an argument that the builder takes, or always
-            gives it the same value.
-    """
-    wanted = [name for name in _RUNNER_ARGUMENTS if name in _parameters(builder)]
-    folder = root / PACKAGE / "srt" / "model_executor"
-    # Decode's stood in the folder itself before there was a folder of runners.
-    runners = sorted(folder.glob(f"runner/*{mode}*runner*.py")) or [folder / "cuda_graph_runner.py"]
-    name_of = f"build_{mode}_registry"
-    calls = [(path, call) for path in runners if path.is_file() for call in _calls(path, name_of)]
-    if not calls:
-        raise CannotVerify(f"no {mode} runner of this tree builds the registry")
-    for path, call in calls:
-        given = {keyword.arg: keyword.value for keyword in call.keywords}
-        for unknown in given.keys() - {*_RUNNER_ARGUMENTS, *_HARMLESS_ARGUMENTS, None}:
-            raise CannotVerify(
-                f"{path.name} of this tree passes {unknown} to {name_of}, which moepad does not know"
-            )
-        for name in wanted:
-            value = given.get(name)
-            if value is None:
-                raise CannotVerify(f"{path.name} of this tree does not pass {name} to {name_of}")
-            fixed = value.body if isinstance(value, ast.Lambda) else value
-            if isinstance(fixed, ast.Constant) and not (name == f"enable_{SLOT}" and fixed.value is True):
-                raise CannotVerify(
-                    f"{path.name} of this tree passes {name}={ast.unparse(value)} to {name_of}"
-                )
-
-
-def _calls(path: Path, name: str) -> list[ast.Call]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    found = []
-    for match in re.finditer(rf"(?<![\w`]){name}\(", text):
-        depth, end = 0, match.end() - 1
-        while end < len(text):
-            depth += {"(": 1, ")": -1}.get(text[end], 0)
-            end += 1
-            if not depth:
-                break
-        try:
-            parsed = ast.parse(text[match.start() : end], mode="eval").body
-        except SyntaxError:
-            continue
-        if isinstance(parsed, ast.Call):
-            found.append(parsed)
-    return found
