@@ -107,7 +107,7 @@ def loaded_rows(engines: Sequence[Engine]) -> list[Row]:
 
 
 def with_unchecked(verdict: Verdict, engines: Sequence[Engine]) -> Verdict:
-    """The verdict, with what no verdict on these engines rests on: their callers, and kernels that were emulated."""
+    """The verdict, with what it says nothing of: the engines' callers, and kernels that were emulated."""
     lines = []
     for engine in engines:
         loaded: dict[str, dict[str, Any]] = getattr(engine, "loaded", {})
